@@ -1,0 +1,47 @@
+"""Chooses SGLang's CPU engine by itself when the device can only be, or is asked to be, the CPU.
+
+Upstream decides it from the environment variable SGLANG_USE_CPU_ENGINE, which many modules read while they are
+imported; so this runs first of all in `sglang/__init__.py`, before torch is imported. A value that the user set wins.
+"""
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+ENVIRONMENT_VARIABLE = "SGLANG_USE_CPU_ENGINE"
+
+
+def select_cpu_engine(argv: list[str] | None = None) -> bool:
+    """Sets SGLANG_USE_CPU_ENGINE=1 when the server will run on the CPU.
+
+    That is when the command line says `--device cpu`, or names no device and torch is a CPU build. Child processes
+    inherit the variable.
+
+    Args:
+        argv: the command line without the program; sys.argv[1:] by default.
+
+    Returns:
+        Whether the CPU engine is on.
+    """
+    if ENVIRONMENT_VARIABLE not in os.environ:
+        device = _device_argument(sys.argv[1:] if argv is None else argv)
+        if device == "cpu" or (device is None and _torch_is_cpu_build()):
+            os.environ[ENVIRONMENT_VARIABLE] = "1"
+    return os.environ.get(ENVIRONMENT_VARIABLE) == "1"
+
+
+def _device_argument(argv: list[str]) -> str | None:
+    device = None
+    for position, argument in enumerate(argv):
+        if argument == "--device" and position + 1 < len(argv):
+            device = argv[position + 1]
+        elif argument.startswith("--device="):
+            device = argument.partition("=")[2]
+    return device  # the last one counts, as in argparse
+
+
+def _torch_is_cpu_build() -> bool:
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False
