@@ -1,0 +1,61 @@
+// Host-side argument checks. Every error names the op's argument, what was expected and what came.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace ddtree {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// The one way an op reports a wrong argument: "<argument>: expected <expected>, got <actual>".
+template <typename Expected, typename Actual>
+[[noreturn]] void fail(const std::string& argument, const Expected& expected, const Actual& actual) {
+  std::ostringstream message;
+  message << argument << ": expected " << expected << ", got " << actual;
+  throw std::invalid_argument(message.str());
+}
+
+template <typename Expected, typename Actual>
+void check(bool ok, const std::string& argument, const Expected& expected, const Actual& actual) {
+  if (!ok) fail(argument, expected, actual);
+}
+
+inline std::string shape_string(const Tensor& tensor) {
+  std::ostringstream out;
+  out << "[";
+  for (int64_t i = 0; i < tensor.dim(); ++i) out << (i ? ", " : "") << tensor.size(i);
+  out << "]";
+  return out.str();
+}
+
+// A named tensor argument; the checks chain:
+//   Arg("q", q).on(device_of).dtype({kBFloat16}).shape({T, h_q, d_qk}).last_dim_contiguous();
+class Arg {
+ public:
+  Arg(const char* name, const Tensor& tensor) : name_(name), tensor_(tensor) {}
+
+  const Arg& dtype(std::initializer_list<ScalarType> allowed) const;
+  // The same device as `other`, the op's first tensor.
+  const Arg& on(const Arg& other) const;
+  const Arg& dims(int64_t rank) const;
+  // `expected` may hold kAny for a dimension that is free.
+  const Arg& shape(std::initializer_list<int64_t> expected) const;
+  const Arg& contiguous() const;
+  const Arg& last_dim_contiguous() const;
+  // data_ptr() and every outer stride on a multiple of `bytes`: vector loads need it.
+  const Arg& aligned(int64_t bytes) const;
+
+  static constexpr int64_t kAny = -1;
+
+ private:
+  const char* name_;
+  const Tensor& tensor_;
+};
+
+}  // namespace ddtree

@@ -1,0 +1,6 @@
+"""Draft-tree ops for tree-structured speculative decoding: CPU, CUDA and Meta keys under torch.ops.sgl_kernel."""
+
+from . import _library  # noqa: F401  registers the ops that the modules below name
+from .tree import ancestor_depth
+
+__all__ = ["ancestor_depth"]
