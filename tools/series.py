@@ -187,8 +187,7 @@ class Series:
 
     @cached_property
     def patches(self) -> list[Patch]:
-        if len(self.names) > BUDGET:
-            raise Stop(f"patches/series lists {len(self.names)} patches and the budget is {BUDGET}: merge or drop some.")
+        self.refuse_excess()
         return [self.read(name) for name in self.names]
 
     def read(self, name: str) -> Patch:
@@ -209,6 +208,10 @@ class Series:
         files = {f.relative_to(base): f for f in sorted((base / "sglang").rglob("*")) if f.is_file()}
         skip = ("__pycache__", ".")
         return {r.as_posix(): f for r, f in files.items() if not any(part.startswith(skip) for part in r.parts)}
+
+    def refuse_excess(self) -> None:
+        if len(self.names) > BUDGET:
+            raise Stop(f"the series has {len(self.names)} patches and the budget is {BUDGET}: merge or drop some.")
 
     def refuse_collisions(self, upstream: Release) -> None:
         """Stop if a file of ours would hide or replace something of upstream's."""
@@ -337,27 +340,30 @@ class Series:
         return {key: symbol.digest for key, symbol in self.seams(upstream).items() if symbol}
 
     def refresh(self, upstream: Release) -> None:
-        """Bring series (new files last), the patches' form and the generated files up to date.
-
-        Raises:
-            Stop: the series does not apply; nothing is written then.
-        """
+        """Take up patch files as they lie (new ones last), in normal form, and save."""
         there = sorted(p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*.patch"))
         names = [n for n in self.names if n in there] + [n for n in there if n not in self.names]
         texts = {n: re.sub(r"(?m)^(@@ [^@\n]* @@).*", r"\1", (self.folder / n).read_text()) for n in names}
+        self.save([Patch.parse(n, text) for n, text in texts.items()], upstream)
+
+    def save(self, patches: list[Patch], upstream: Release) -> None:
+        """Write `patches` as the series, and the files generated from it, for the release `upstream`.
+
+        Raises:
+            Stop: they do not apply; nothing is written then.
+        """
         new = Series(self.root)
-        new.names = names
-        new.patches = [Patch.parse(n, text) for n, text in texts.items()]
-        if len(names) > BUDGET:
-            raise Stop(f"patches/ has {len(names)} patches and the budget is {BUDGET}: merge or drop some.")
+        new.names, new.patches = [p.name for p in patches], patches
+        new.refuse_excess()
         new.refuse_collisions(upstream)
         post = {path: sha256(data) for path, data in new.patched(upstream).items()}
-        for patch in new.patches:
-            write(self.folder / patch.name, patch.format())
-        write(self.folder / "series", "".join(f"{n}\n" for n in names))
         for name, table in (("pre.sha256", new.pre(upstream)), ("post.sha256", post), ("seams.lock", new.lock(upstream))):
             write(self.folder / name, "".join(f"{table[k]}  {k}\n" for k in sorted(table)))
-        self.__dict__.update(new.__dict__)
+        for patch in patches:
+            write(self.folder / patch.name, patch.format())
+        write(self.folder / "series", "".join(f"{n}\n" for n in new.names))
+        self.names, self.patches = new.names, patches
+        self.__dict__.pop("touched", None)
 
 
 def defined(source: bytes) -> set[str]:

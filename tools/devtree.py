@@ -1,0 +1,76 @@
+"""A tree to run from the checkout: upstream's files, the patched ones, and links to ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from . import distinfo
+from .series import Series
+from .upstream import Pins, Release, Stop, need_space
+
+STAMP = "patchset.json"  # in the .dist-info of a development tree: what it was assembled from
+
+
+def replace(path: Path, make) -> None:
+    """Let make(temporary path) create a file, then move it onto `path` in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.new")
+    tmp.unlink(missing_ok=True)
+    make(tmp)
+    os.replace(tmp, path)
+
+
+def extract(upstream: Release, folder: Path) -> None:
+    """Unpack the packages of the wheel, with their modes, without its .dist-info."""
+    need_space(folder, upstream.size, f"Unpacking {upstream.wheel.file}")
+    for name in upstream.entries:
+        if not name.startswith(upstream.dist_info + "/"):
+            upstream.zip.extract(name, folder)
+            (folder / name).chmod(upstream.mode(name))
+
+
+def dev(series: Series, pins: Pins, upstream: Release, folder: Path) -> None:
+    """Make `folder` a site directory: upstream's files, the patched ones, and links to ours.
+
+    A tree that is already there is brought up to date file by file, so that a process running from it survives;
+    a new tree appears whole or not at all. Edits to our files are live; call again after adding one or changing a patch.
+    """
+    patched = series.assemble(upstream)
+    info = distinfo.folder(pins)
+    stamp = {"wheel": upstream.wheel.sha256, "patched": sorted(patched), "overlay": sorted(series.overlay)}
+    fill = {**patched, **distinfo.files(pins, series, upstream), f"{info}/INSTALLER": b"patchset\n"}
+    fill[f"{info}/{STAMP}"] = json.dumps(stamp, indent=1).encode()
+
+    def put(base: Path) -> None:
+        for name, data in fill.items():
+            if not (base / name).is_file() or (base / name).read_bytes() != data:
+                replace(base / name, lambda tmp, data=data: tmp.write_bytes(data))
+        for name, ours in series.overlay.items():
+            if not (base / name).is_symlink() or os.readlink(base / name) != str(ours):
+                replace(base / name, lambda tmp, ours=ours: tmp.symlink_to(ours))
+
+    try:
+        old = json.loads((folder / info / STAMP).read_text())
+    except (OSError, ValueError):
+        old = {}
+    if old.get("wheel") == upstream.wheel.sha256:
+        for name in set(old["patched"]) - set(patched):
+            replace(folder / name, lambda tmp, name=name: tmp.write_bytes(upstream.read(name)))
+        for name in set(old["overlay"]) - set(series.overlay):
+            (folder / name).unlink(missing_ok=True)
+        put(folder)
+        return
+    if folder.exists() and any(folder.iterdir()) and not list(folder.glob(f"sglang-*.dist-info/{STAMP}")):
+        raise Stop(f"{folder} holds something that is not a development tree: name another folder or empty it.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".dev-") as tmp:
+        new = Path(tmp, "site")
+        new.mkdir()
+        extract(upstream, new)
+        put(new)
+        if folder.exists():
+            folder.rename(Path(tmp, "old"))
+        new.rename(folder)

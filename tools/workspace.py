@@ -1,0 +1,110 @@
+"""Patches as commits in a temporary git repository: to edit one, and to carry the series to another release."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from .series import Hunk, Patch, merge
+from .upstream import Release, Stop
+
+IDENTITY = ("-c", "user.name=patchset", "-c", "user.email=patchset@localhost", "-c", "commit.gpgsign=false")
+FILE = re.compile(r'"?\+\+\+ b/(.*?)"?')
+
+
+class Workspace:
+    """A git repository of its own at `folder`, never the one of the checkout that `folder` may lie in."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def git(self, *args: str, check: bool = True) -> subprocess.CompletedProcess:
+        if not shutil.which("git"):
+            raise Stop("edit, export and rebase need git, and there is none on PATH: install it.")
+        keep = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+        env = keep | {"GIT_DIR": str(self.folder / ".git"), "GIT_WORK_TREE": str(self.folder), "GIT_EDITOR": "true"}
+        env |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "LC_ALL": "C"}
+        command = ["git", *IDENTITY, "-c", "core.autocrlf=false", "-c", "core.hooksPath=/dev/null", *args]
+        done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True)
+        if check and done.returncode:
+            said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
+            raise Stop(f"git {args[0]} failed in {self.folder}: {said[-1] if said else 'no output'}.")
+        return done
+
+    def text(self, *args: str) -> str:
+        return self.git(*args).stdout.decode(errors="replace").strip()
+
+    def init(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.git("init", "-q", "-b", "upstream")
+
+    def commit(self, message: str) -> str:
+        self.git("add", "-A")
+        self.git("commit", "-q", "--allow-empty", "--no-verify", "-m", message)
+        return self.text("rev-parse", "HEAD")
+
+    def put(self, files: dict[str, bytes]) -> None:
+        for name, data in files.items():
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+    def commit_series(self, upstream: Release, patches: list[Patch]) -> None:
+        """One commit a patch on top of HEAD, which holds upstream's files."""
+        for i, patch in enumerate(patches):
+            done = patches[: i + 1]
+            self.put({path: merge(upstream.read(path), done, path)[0] for path in patch.hunks})
+            self.commit(patch.name)
+
+    def hunks(self, name: str, *revisions: str) -> dict[str, list[Hunk]]:
+        """What `git diff revisions` adds, by path.
+
+        Raises:
+            Stop: it does more than add lines to files.
+        """
+        diff = self.git("diff", "-U0", "--no-renames", "--no-ext-diff", "--no-color", *revisions).stdout.decode()
+        out: dict[str, list[Hunk]] = {}
+        path, due, lines = None, 0, []
+        for line in diff.split("\n"):
+            if due and line.startswith("+"):
+                lines.append(line[1:].removesuffix("\r"))
+                due -= 1
+                if not due:
+                    out.setdefault(path, []).append(Hunk(after, tuple(lines)))
+            elif match := FILE.fullmatch(line):
+                path = match[1]
+            elif line.startswith("@@"):
+                old, new = re.match(r"@@ -(\S+) \+(\S+) @@", line).groups()
+                if not old.endswith(",0"):
+                    raise Stop(f"{name} alters or removes line {old.split(',')[0]} of {path}: a patch may only add lines.")
+                after, due, lines = int(old.split(",")[0]), int((new + ",1").split(",")[1]), []
+            elif line.startswith(("deleted file", "new file", "Binary files", "old mode")):
+                raise Stop(f"{name} does more than add lines ({line}): new files belong under python/.")
+            elif line.startswith("\\"):
+                raise Stop(f"{name} leaves {path} without a newline at its end: add it.")
+        return out
+
+    def patch(self, patch: Patch, base: str, before: str, *after: str) -> Patch:
+        """`patch` with the hunks that lead from commit `before` to `after` (default: the files as they lie), written
+        against commit `base`, which holds upstream's files without the patches that `before` already has."""
+        others = self.hunks(patch.name, base, before)
+        hunks: dict[str, list[Hunk]] = {}
+        for path, found in self.hunks(patch.name, before, *after).items():
+            for hunk in found:
+                line, shift = hunk.after, 0
+                for other in others.get(path, ()):
+                    start = other.after + shift  # in `before`, the lines of `other` follow line `start`
+                    if start >= line:
+                        break
+                    if line < start + len(other.lines):
+                        raise Stop(f"{patch.name} adds lines between those of another patch at {path}:{line}: move them.")
+                    shift += len(other.lines)
+                at = line - shift
+                mine = hunks.setdefault(path, [])
+                if mine and mine[-1].after == at:  # the lines of another patch lie between
+                    raise Stop(f"{patch.name} adds lines on both sides of another patch's at {path}:{line}: join them.")
+                mine.append(Hunk(at, hunk.lines))
+        return Patch(patch.name, patch.fields, hunks)
