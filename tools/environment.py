@@ -30,6 +30,7 @@ STAMP = "distribution.sha256"  # in an environment that is complete: the digest 
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 UV = "uv==0.13.9"  # pip takes seven times as long for the CUDA profile
 TORCH_CPU = "torch==2.13.0"
+SGLANG = "0.5.23"
 FREE_BYTES = {"cpu": 7 << 30, "cuda": 25 << 30}  # installed size, downloads and unpacking together
 NETWORK_SIGNS = ("Failed to establish", "Temporary failure in name resolution", "dns error", "ConnectionError", "timed out",
                  "error sending request", "Connection refused", "Network is unreachable")
@@ -45,7 +46,7 @@ def check_python(version: tuple) -> None:
         supported = " or ".join("%d.%d" % pair for pair in SUPPORTED_PYTHONS)
         raise SetupError(
             "Python %d.%d is not supported: SGLang %s needs Python %s; run make with PYTHON=python3.11, for example."
-            % (version[0], version[1], "0.5.23", supported)
+            % (version[0], version[1], SGLANG, supported)
         )
 
 
@@ -194,30 +195,32 @@ def _install(folder: Path, profile: str) -> None:
     steps.run([sys.executable, "-m", "venv", folder], "Making the virtual environment")
     steps.run([*pip, "-q", UV], "Installing uv")
 
+    steps.say("SGLang %s: the pinned wheel, our patches and modules" % SGLANG)
+    wheels = folder / "wheels"
+    steps.run([python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, "."],
+              "Building the sglang wheel", cwd=ROOT)
+    wheel = next(wheels.glob("sglang-*.whl"))
+
     if profile == "cpu":
         steps.say("torch and about 120 packages (3 GB installed)")
         # pip, not uv: a host may have torch's CPU build where only pip's configuration looks. Set PIP_INDEX_URL or
         # PIP_FIND_LINKS to take it from elsewhere; the index's default build works too, it is only larger.
         steps.run([*pip, "-q", TORCH_CPU], "Installing torch")
         steps.run([*uv, "--no-deps", "--require-hashes", "-r", "requirements/cpu.lock"], "Installing the CPU profile", cwd=ROOT)
+        steps.run([*uv, "--no-deps", wheel], "Installing the sglang wheel")
     else:
         steps.say("upstream's full dependencies (11 GB installed)")
-        pins = folder / "upstream-requirements.txt"
-        steps.run([sys.executable, "-m", "tools.patchset", "requirements", "--output", pins], "Reading upstream's requirements",
-                  cwd=ROOT)
-        steps.run([*uv, "-r", pins], "Installing the CUDA profile")
+        steps.run([*uv, wheel], "Installing the CUDA profile")
     steps.run([*uv, "--require-hashes", "-r", "requirements/build.lock"], "Installing the build tools", cwd=ROOT)
 
     steps.say("our kernels (sgl-kernel)")
     path = {"PATH": "%s:%s" % (folder / "bin", os.environ.get("PATH", ""))}
     install_local = [*pip, "-q", "--no-deps", "--no-build-isolation"]
+    options = []
     if profile == "cpu":
-        steps.run([*install_local, "./sgl-kernel/host"], "Installing the CPU stand-in for sglang-kernel", cwd=ROOT, env=path)
-        path["SGL_KERNEL_DDTREE_CUDA"] = "OFF"
-    steps.run([*install_local, "./sgl-kernel"], "Building our kernels", cwd=ROOT, env=path)
-
-    steps.say("SGLang, patched")
-    steps.run([*install_local, "."], "Building the sglang wheel", cwd=ROOT, env=path)
+        steps.run([*install_local, "./sgl-kernel/host"], "Installing the CPU stand-in for sglang-kernel", cwd=ROOT)
+        options = ["--config-settings=cmake.define.DDTREE_CUDA=OFF"]
+    steps.run([*install_local, *options, "./sgl-kernel"], "Building our kernels", cwd=ROOT, env=path)
 
     steps.say("Checking that it starts")
     steps.run([python, "-c", "import sglang, sglang.srt.server_args, sgl_kernel.ddtree; print('sglang', sglang.__version__)"],

@@ -1,0 +1,50 @@
+# The distribution's commands. `make help` lists them.
+PYTHON ?= python3
+PROFILE ?= auto
+PORT ?= 30000
+MODEL ?=
+ARGS ?=
+SUITE ?= default
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test lint wheel dev lock check clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: ## make .venv: the profile (PROFILE=cpu|cuda), our kernels and the patched SGLang
+	@$(PYTHON) -m tools.environment --profile $(PROFILE)
+
+serve: install ## serve the demo model, or MODEL=...; ARGS="..." go to sglang.launch_server, PORT=30000
+	@.venv/bin/python -m tools.serve --port $(PORT) $(if $(MODEL),--model-path $(MODEL)) $(ARGS)
+
+test: ## all tests that this host can run (SUITE=unit|e2e|... for one suite)
+	@$(PYTHON) -m tools.environment --profile $(PROFILE) --extra test
+	@.venv/bin/python test/run_suite.py --suite $(SUITE)
+
+lint: ## ruff, clang-format, shellcheck and the patch rules
+	@$(PYTHON) -m tools.environment --profile $(PROFILE) --extra test
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@git ls-files '*.h' '*.cuh' '*.cu' '*.cc' | xargs .venv/bin/clang-format --dry-run --Werror
+	@git ls-files '*.sh' .ci/run | xargs .venv/bin/shellcheck --severity=warning
+	@.venv/bin/python -m tools.patchset check
+
+check: ## patches and pins against the pinned upstream wheels
+	@$(PYTHON) -m tools.patchset check
+
+wheel: ## dist/sglang-*.whl for this Python
+	@$(PYTHON) -m pip wheel --no-deps --no-build-isolation -w dist .
+
+dev: ## assemble build/dev with our files as links: PYTHONPATH=build/dev runs what you edit
+	@$(PYTHON) -m tools.patchset dev
+
+lock: ## write requirements/*.lock from requirements/*.in
+	@for name in cpu build test; do \
+	  uv pip compile requirements/$$name.in $$([ $$name = cpu ] && echo --no-deps) --generate-hashes \
+	    --python-version 3.11 --python-platform x86_64-unknown-linux-gnu -q --no-annotate --no-header \
+	    -o requirements/$$name.lock || exit 1; \
+	done
+
+clean: ## remove build/, dist/ and .venv
+	rm -rf build dist .venv

@@ -1,0 +1,163 @@
+"""Runs the test suites, after upstream's habits: each test file registers itself (register_cpu_ci / register_cuda_ci).
+
+    .venv/bin/python test/run_suite.py                      what this host can run: unit, kernel, e2e; on CUDA also gpu
+    .venv/bin/python test/run_suite.py --suite unit         one suite
+    .venv/bin/python test/run_suite.py --list               the files of each suite
+    .venv/bin/python test/run_suite.py --upstream FILE      a test file of upstream's, against the installed package
+        [--model MODEL]                                     with MODEL in place of upstream's default models
+
+The whole ends in one line that counts tests: `N passed, N failed, N skipped`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TEST_GLOBS = ("test/**/test_*.py", "sgl-kernel/tests/test_*.py", "benchmark/**/test_*.py")
+# Each file of these suites runs in a process of its own: they start servers, or hold a device.
+SEPARATE_PROCESSES = ("e2e", "gpu")
+COUNTED = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
+
+
+def collect() -> dict[str, list[tuple[Path, float]]]:
+    """Returns suite -> [(file, estimated seconds)], from the files' own registrations.
+
+    Raises:
+        ValueError: a test file registers nothing, or lacks a __main__ block; named in the text.
+    """
+    from sglang.test.ci.ci_register import HWBackend, collect_tests
+
+    suites: dict[str, list[tuple[Path, float]]] = {}
+    files = sorted({str(path) for pattern in TEST_GLOBS for path in ROOT.glob(pattern)})
+    for registry in collect_tests(files, sanity_check=True):
+        if registry.disabled is not None:
+            raise ValueError(f"{registry.filename}: disabled tests hide failures; repair it or remove it.")
+        if registry.backend in (HWBackend.CPU, HWBackend.CUDA):
+            suites.setdefault(registry.effective_suite, []).append((Path(registry.filename), registry.est_time))
+    return suites
+
+
+def environment() -> dict[str, str]:
+    """The environment of a test: this interpreter's commands first, the installed packages only."""
+    values = dict(os.environ)
+    values["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{values.get('PATH', '')}"
+    # The repository root gives `tools`; sglang and sgl_kernel come from the environment's site-packages.
+    values["PYTHONPATH"] = str(ROOT)
+    values.setdefault("PYTHONUNBUFFERED", "1")
+    values.setdefault("HF_HUB_OFFLINE", "1")
+    return values
+
+
+class Tally(dict):
+    """Counts of passed, failed and skipped tests over several pytest runs."""
+
+    def add(self, output: str, status: int, label: str) -> None:
+        """Reads pytest's closing line; a run that fails without counting a failure counts as one."""
+        closing = output.strip().splitlines()[-1] if output.strip() else ""
+        counted = {"passed": 0, "failed": 0, "skipped": 0}
+        for number, what in COUNTED.findall(closing):
+            counted["failed" if what.startswith("error") else what] += int(number)
+        if status != 0 and counted["failed"] == 0:
+            counted["failed"] = 1
+        if counted["passed"] + counted["failed"] + counted["skipped"] == 0:
+            print(f"{label}: no test ran", flush=True)
+            counted["failed"] = 1
+        for key, value in counted.items():
+            self[key] = self.get(key, 0) + value
+
+
+def run_pytest(files: list[Path], label: str, tally: Tally) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-rfEs", "--durations=5", "-p", "no:cacheprovider", *map(str, files)]
+    print(f"\n=== {label}: {len(files)} file(s)", flush=True)
+    started = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    lines = []
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        lines.append(line)
+    tally.add("".join(lines), process.wait(), label)
+    print(f"=== {label}: {time.monotonic() - started:.0f} s", flush=True)
+
+
+def run_suites(names: list[str], suites: dict) -> int:
+    tally = Tally()
+    for name in names:
+        files = [path for path, _ in suites[name]]
+        if name in SEPARATE_PROCESSES:
+            for path in files:
+                run_pytest([path], f"{name} {path.name}", tally)
+        else:
+            run_pytest(files, name, tally)
+    print(f"\n{tally.get('passed', 0)} passed, {tally.get('failed', 0)} failed, {tally.get('skipped', 0)} skipped")
+    return 1 if tally.get("failed", 0) or not tally.get("passed", 0) else 0
+
+
+# Runs in a process of its own: upstream's tests take their models from constants of sglang.test.test_utils.
+_UPSTREAM_RUNNER = """
+import runpy, sys
+import sglang.test.test_utils as test_utils
+model, file = sys.argv[1:3]
+if model:
+    for name in vars(test_utils).copy():
+        if name.startswith("DEFAULT_") and "MODEL_NAME_FOR_TEST" in name:
+            setattr(test_utils, name, model)
+sys.argv = [file, *sys.argv[3:]]
+runpy.run_path(file, run_name="__main__")
+"""
+
+
+def run_upstream(file: Path, model: str, further: list[str]) -> int:
+    """Runs one of upstream's test files in an empty folder, so that a checkout around it is not imported."""
+    if not file.is_file():
+        print(f"error: --upstream: expected a test file, got {file}, which is none.", file=sys.stderr)
+        return 2
+    values = environment()
+    values.pop("PYTHONPATH")
+    with tempfile.TemporaryDirectory() as empty:
+        return subprocess.call([sys.executable, "-c", _UPSTREAM_RUNNER, model, str(file.resolve()), *further], cwd=empty, env=values)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="test/run_suite.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--suite", default="default", help="unit, kernel, e2e, gpu, or default: all that this host can run")
+    parser.add_argument("--list", action="store_true", help="list the suites and their files")
+    parser.add_argument("--upstream", type=Path, metavar="FILE", help="run this test file of upstream's instead")
+    parser.add_argument("--model", default="", help="with --upstream: the model in place of upstream's default ones")
+    arguments, further = parser.parse_known_args(argv)
+    if arguments.upstream:
+        return run_upstream(arguments.upstream, arguments.model, further)
+    if further:
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
+
+    import torch
+
+    suites = collect()
+    if arguments.list:
+        for name, entries in sorted(suites.items()):
+            print(f"{name}: about {sum(seconds for _, seconds in entries):.0f} s")
+            for path, seconds in entries:
+                print(f"  {path.relative_to(ROOT)} ({seconds:.0f} s)")
+        return 0
+    if arguments.suite == "default":
+        names = [name for name in ("unit", "kernel", "e2e", "gpu") if name in suites]
+        if not torch.cuda.is_available() and "gpu" in names:
+            names.remove("gpu")
+            print(f"Not run here, no CUDA device: {len(suites['gpu'])} file(s) of suite gpu.")
+    elif arguments.suite in suites:
+        names = [arguments.suite]
+    else:
+        print(f"error: --suite: expected default or one of {', '.join(sorted(suites))}, got {arguments.suite}", file=sys.stderr)
+        return 2
+    return run_suites(names, suites)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
