@@ -46,6 +46,12 @@ def entry_points(series: Series, upstream: Release) -> bytes:
     return out.getvalue().encode()
 
 
+def changes(series: Series) -> str:
+    """The files of upstream's that the series changes, for the NOTICE."""
+    by = {path: ", ".join(p.name for p in series.patches if path in p.hunks) for path in series.touched}
+    return "\nChanged files, and the patches that change them:\n" + "".join(f"  {p}: {n}\n" for p, n in by.items())
+
+
 def files(pins: Pins, series: Series, upstream: Release) -> dict[str, bytes]:
     """Every file of our .dist-info but RECORD, by path in the wheel."""
     names = [n for n in upstream.entries if n.startswith(upstream.dist_info + "/") and not n.endswith("/RECORD")]
@@ -55,4 +61,5 @@ def files(pins: Pins, series: Series, upstream: Release) -> dict[str, bytes]:
     out["/WHEEL"] = re.sub(rb"(?m)^Generator: .*$", b"Generator: sglang-ddtree tools.build_wheel", out["/WHEEL"])
     for source, name in LICENSES.items():
         out[f"/licenses/{name}"] = (series.root / source).read_bytes()
+    out["/licenses/NOTICE"] += changes(series).encode()
     return {folder(pins) + n: data for n, data in sorted(out.items())}

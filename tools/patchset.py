@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from . import devtree
+from .build_wheel import wheel_name, write_wheel
 from .edit import edit, export
 from .series import Series
 from .upstream import ROOT, Pins, Release, Stop
@@ -31,6 +32,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     commands.add_parser("refresh", help="take up new patch files, regenerate hashes and seam digests")
     command = commands.add_parser("dev", help="assemble a tree to run, with links to our files")
     command.add_argument("dir", nargs="?", type=Path, default=DEV)
+    command = commands.add_parser("build", help="build the wheel into DIR, print its path")
+    command.add_argument("dir", nargs="?", type=Path, default=ROOT / "dist")
     return parser.parse_args(argv)
 
 
@@ -69,6 +72,11 @@ def run(args: argparse.Namespace) -> int:
         case "dev":
             devtree.dev(series, pins, upstream, args.dir.resolve())
             print(f"PYTHONPATH={args.dir.resolve()}")
+        case "build":
+            path = args.dir.resolve() / wheel_name(pins, upstream)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_wheel(path, series, pins, upstream)
+            print(path)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,8 @@ class Wheel:
         return self.file.split("-")[2]
 
     @property
-    def platform(self) -> str:
+    def tag(self) -> str:
+        """Its platform tag, e.g. manylinux_2_34_x86_64."""
         return self.file.removesuffix(".whl").split("-")[4]
 
 
@@ -77,6 +79,9 @@ class Pins:
     def wheel(self, version: str | None = None, python: str | None = None) -> Wheel:
         """The listed wheel of `version` (default: the pin) for `python` (default: the running one, e.g. cp311)."""
         version = version or self.sglang
+        if python is None and (sys.platform, platform.machine()) != ("linux", "x86_64"):
+            here = f"{sys.platform} on {platform.machine()}"
+            raise Stop(f"upstream's wheels listed in upstream.toml are for linux on x86_64 and this is {here}: use such.")
         python = python or "cp%d%d" % sys.version_info[:2]
         listed = [w for w in self.wheels if w.version == version]
         for w in listed:
@@ -92,7 +97,7 @@ def cache_dir() -> Path:
     return Path(base) / "sglang-ddtree"
 
 
-def pip_download(requirement: str, python: str, platform: str, folder: Path) -> None:
+def pip_download(requirement: str, python: str, tag: str, folder: Path) -> None:
     """Download one wheel, without its dependencies, through pip and the index that pip is configured with.
 
     Raises:
@@ -100,11 +105,11 @@ def pip_download(requirement: str, python: str, platform: str, folder: Path) -> 
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=2"]
     command += ["--disable-pip-version-check", f"--python-version={python.removeprefix('cp')}", f"--abi={python}"]
-    command += [f"--platform={platform}", "--implementation=cp", "--dest", str(folder), requirement]
+    command += [f"--platform={tag}", "--implementation=cp", "--dest", str(folder), requirement]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode == 0:
         return
-    where = f"or put the wheel into {cache_dir()}"
+    where = f"or put the wheel into {folder.parent}"
     if "No module named pip" in done.stdout:
         raise Stop(f"{sys.executable} has no pip to fetch {requirement} with: run `python -m ensurepip`, {where}.")
     # With no network pip retries and at last says "No matching distribution": the retries are what tells them apart.
@@ -131,7 +136,7 @@ def fetch(wheel: Wheel, cache: Path | None = None) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     print(f"fetching {wheel.file} ({wheel.size >> 20} MiB)", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=cache) as tmp:
-        pip_download(f"sglang=={wheel.version}", wheel.python, wheel.platform, Path(tmp))
+        pip_download(f"sglang=={wheel.version}", wheel.python, wheel.tag, Path(tmp))
         got = Path(tmp, wheel.file)
         if not got.exists():
             names = ", ".join(sorted(os.listdir(tmp)))
