@@ -7,8 +7,27 @@
 #include <torch/csrc/stable/library.h>
 
 #include "tree/ancestor_depth.h"
+#include "tree_verify/api.h"
 
-#define DDTREE_OPS(OP) OP(ancestor_depth, "(Tensor ancestors, Tensor(a!) depth) -> ()")
+// clang-format off
+#define DDTREE_OPS(OP)                                                                                             \
+  OP(ancestor_depth, "(Tensor ancestors, Tensor(a!) depth) -> ()")                                                 \
+  OP(verify_gqa,                                                                                                   \
+     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, "          \
+     "Tensor prefix_lens, Tensor tree_slots, Tensor ancestors, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "  \
+     "float sm_scale, float logit_cap, int sliding_window, int max_rows, int num_splits, "                         \
+     "Tensor(a!) workspace, Tensor(b!) o, Tensor(c!)? lse) -> ()")                                                 \
+  OP(verify_mla,                                                                                                   \
+     "(Tensor q, Tensor kv_cache, Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor prefix_lens, "     \
+     "Tensor tree_slots, Tensor ancestors, Tensor? kv_scale, float sm_scale, float logit_cap, "                    \
+     "int sliding_window, int max_rows, int num_splits, Tensor(a!) workspace, Tensor(b!) o, "                      \
+     "Tensor(c!)? lse) -> ()")                                                                                     \
+  OP(verify_plan,                                                                                                  \
+     "(Tensor like, int b, int max_rows, int h_q, int h_kv, int d_qk, int d_v) -> (int, int)")                     \
+  OP(verify_check,                                                                                                 \
+     "(Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor prefix_lens, Tensor tree_slots, "             \
+     "Tensor ancestors, int max_rows, int num_slots) -> ()")
+// clang-format on
 
 #ifdef DDTREE_CUDA_KEYS
 

@@ -2,5 +2,12 @@
 
 from . import _library  # noqa: F401  registers the ops that the modules below name
 from .tree import ancestor_depth
+from .verify import VerifyWorkspace, verify_gqa, verify_mla, verify_workspace
 
-__all__ = ["ancestor_depth"]
+__all__ = [
+    "VerifyWorkspace",
+    "ancestor_depth",
+    "verify_gqa",
+    "verify_mla",
+    "verify_workspace",
+]

@@ -1,0 +1,315 @@
+"""Batches for the tree-verify tests: random trees over a poisoned paged KV pool, and a float64 reference in torch."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Optional, Sequence
+
+import torch
+
+from sgl_kernel.ddtree import (
+    VerifyWorkspace,
+    verify_gqa,
+    verify_mla,
+    verify_workspace,
+)
+
+FP8 = torch.float8_e4m3fn
+Parents = tuple  # parent of each tree row, the root's being -1; parents come before children; () is an empty request
+
+
+def chain(rows: int) -> Parents:
+    return tuple(range(-1, rows - 1))
+
+
+def star(rows: int) -> Parents:
+    return (-1,) + (0,) * (rows - 1)
+
+
+def random_tree(rows: int, rng: random.Random) -> Parents:
+    """From chain-like to star-like: a child hangs near the last row or anywhere."""
+    reach = rng.choice((1, 3, 16, 256))
+    return (-1,) + tuple(rng.randrange(max(0, i - reach), i) for i in range(1, rows))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch. The defaults make a small grouped-query batch."""
+
+    trees: tuple = (chain(5),)
+    prefix_lens: tuple = (37,)
+    h_q: int = 4
+    h_kv: int = 2
+    d: int = 64
+    mla: bool = False
+    q_dtype: torch.dtype = torch.bfloat16
+    kv_dtype: Optional[torch.dtype] = None  # None: q's
+    page_size: int = 1
+    index_dtype: torch.dtype = torch.int32
+    sliding_window: int = -1
+    logit_cap: float = 0.0
+    sinks: bool = False
+    scales: bool = False
+    strided: bool = False  # q and out are slices of wider tensors, as after a fused QKV projection
+    padding_rows: int = 0  # rows of q that no request owns
+    max_rows: Optional[int] = None  # None: the widest tree
+    num_splits: Optional[int] = None  # None: as planned
+    seed: int = 0
+
+    @property
+    def d_qk(self) -> int:
+        return 576 if self.mla else self.d
+
+    @property
+    def d_v(self) -> int:
+        return 512 if self.mla else self.d
+
+    def __str__(self) -> str:
+        return f"{[len(t) for t in self.trees]} over {list(self.prefix_lens)}, seed {self.seed}"
+
+
+@dataclass
+class Batch:
+    """A case's tensors; `arguments` are the op wrapper's keywords but workspace, out and lse."""
+
+    case: Case
+    q: torch.Tensor
+    caches: tuple
+    arguments: dict
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def to(self, device) -> "Batch":
+        """The same values on another device."""
+
+        def move(value):
+            return value.to(device) if isinstance(value, torch.Tensor) else value
+
+        return Batch(
+            self.case,
+            move(self.q),
+            tuple(move(c) for c in self.caches),
+            {name: move(value) for name, value in self.arguments.items()},
+            move(self.out),
+            move(self.lse),
+        )
+
+    def workspace(self) -> VerifyWorkspace:
+        case = self.case
+        planned = verify_workspace(
+            batch=len(case.trees),
+            max_rows=case.max_rows or max(1, *(len(t) for t in case.trees)),
+            h_q=case.h_q,
+            h_kv=case.h_kv,
+            d_qk=case.d_qk,
+            d_v=case.d_v,
+            device=self.q.device,
+        )
+        if case.num_splits is None or self.q.device.type == "cpu":
+            return planned
+        size = (
+            planned.batch * case.num_splits * planned.max_rows * case.h_q * (case.d_v + 1)
+        )
+        buffer = torch.empty(4 * size, dtype=torch.uint8, device=self.q.device)
+        return replace(planned, buffer=buffer, num_splits=case.num_splits)
+
+    def run(self, workspace: Optional[VerifyWorkspace] = None, **changed):
+        """Runs the op into `out` and `lse` and returns them; `changed` replaces keywords."""
+        arguments = dict(
+            self.arguments,
+            workspace=workspace or self.workspace(),
+            out=self.out,
+            lse=self.lse,
+        )
+        arguments.update(changed)
+        op = verify_mla if self.case.mla else verify_gqa
+        op(arguments.pop("q", self.q), *arguments.pop("caches", self.caches), **arguments)
+        return self.out, self.lse
+
+
+def ancestor_words(trees: Sequence[Parents], words: int) -> torch.Tensor:
+    """[T, words] int64 ancestor-or-self bits."""
+    rows = []
+    for parents in trees:
+        masks: list[int] = []
+        for node, parent in enumerate(parents):
+            masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
+        rows += [[_signed(m >> 64 * w & (1 << 64) - 1) for w in range(words)] for m in masks]
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, words)
+
+
+def make_batch(case: Case, device="cpu") -> Batch:
+    """Random values. Every slot that the batch does not name holds NaN, and so do the tails of its last pages."""
+    generator = torch.Generator().manual_seed(case.seed)
+    rng = random.Random(case.seed)
+    trees, h_q, h_kv = case.trees, case.h_q, case.h_kv
+    tree_rows = sum(len(t) for t in trees)
+    total_rows = tree_rows + case.padding_rows
+    max_rows = case.max_rows or max(1, *(len(t) for t in trees))
+
+    # Pages of all requests in random order; a request's tail page holds its tree after its prefix, as in SGLang.
+    pages_of = [
+        -(-(length + len(tree)) // case.page_size)
+        for tree, length in zip(trees, case.prefix_lens)
+    ]
+    num_pages = sum(pages_of) + 2  # two that nobody owns
+    free = list(range(num_pages))
+    rng.shuffle(free)
+    kv_indices, tree_slots, kv_indptr = [], [], [0]
+    for tree, length, pages in zip(trees, case.prefix_lens, pages_of):
+        owned = [free.pop() for _ in range(pages)]
+        slots = [p * case.page_size + i for p in owned for i in range(case.page_size)]
+        kv_indices += slots[:length] + [free[0] * case.page_size] * 3  # entries past prefix_lens name a poisoned slot
+        tree_slots += slots[length : length + len(tree)]
+        kv_indptr.append(len(kv_indices))
+    used = sorted(
+        {
+            slot
+            for r, length in enumerate(case.prefix_lens)
+            for slot in kv_indices[kv_indptr[r] : kv_indptr[r] + length]
+        }
+        | set(tree_slots)
+    )
+    tree_slots += [free[0] * case.page_size] * case.padding_rows
+
+    def cache(d: int) -> torch.Tensor:
+        values = torch.full((num_pages * case.page_size, h_kv, d), math.nan)
+        values[used] = torch.randn(len(used), h_kv, d, generator=generator)
+        return values.to(case.kv_dtype or case.q_dtype)
+
+    def rows(d: int, fill=None) -> torch.Tensor:
+        width = d + 64 if case.strided else d
+        values = torch.randn(total_rows, h_q, width, generator=generator)
+        if fill is not None:
+            values.fill_(fill)
+        return values.to(case.q_dtype)[..., :d]
+
+    arguments = dict(
+        qo_indptr=_cumulative(len(t) for t in trees),
+        kv_indptr=torch.tensor(kv_indptr, dtype=torch.int32),
+        kv_indices=torch.tensor(kv_indices, dtype=case.index_dtype),
+        prefix_lens=torch.tensor(case.prefix_lens, dtype=torch.int32),
+        tree_slots=torch.tensor(tree_slots, dtype=case.index_dtype),
+        ancestors=ancestor_words(
+            trees + (chain(case.padding_rows),), -(-max_rows // 64)
+        ),
+        sm_scale=case.d_qk**-0.5,
+        logit_cap=case.logit_cap,
+        sliding_window=case.sliding_window,
+    )
+    scale = torch.tensor([0.7]) if case.scales else None
+    if case.mla:
+        arguments["kv_scale"] = scale
+    else:
+        arguments["k_scale"] = scale
+        arguments["v_scale"] = torch.tensor([1.6]) if case.scales else None
+        arguments["sinks"] = (
+            torch.randn(h_q, generator=generator) if case.sinks else None
+        )
+    caches = (cache(576),) if case.mla else (cache(case.d), cache(case.d))
+    out = rows(case.d_v, fill=SENTINEL)
+    lse = torch.full((total_rows, h_q), SENTINEL)
+    return Batch(case, rows(case.d_qk), caches, arguments, out, lse).to(device)
+
+
+SENTINEL = 123.0  # in out and lse before a run: rows that no request owns keep it
+
+
+def expected(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, h_q, d_v], lse [T, h_q]) in float64, by the definition: one dense softmax a request. CPU batches only."""
+    case, arguments = batch.case, batch.arguments
+    out = torch.full(batch.out.shape, SENTINEL, dtype=torch.float64)
+    lse = torch.full(batch.lse.shape, SENTINEL, dtype=torch.float64)
+    k_cache = batch.caches[0]
+    v_cache = k_cache[..., :512] if case.mla else batch.caches[1]
+    k_scale = arguments["kv_scale" if case.mla else "k_scale"]
+    v_scale = k_scale if case.mla else arguments["v_scale"]
+    row = 0
+    for request, (parents, prefix_len) in enumerate(zip(case.trees, case.prefix_lens)):
+        n = len(parents)
+        if n == 0:
+            continue
+        start = int(arguments["kv_indptr"][request])
+        slots = torch.cat(
+            (
+                arguments["kv_indices"][start : start + prefix_len],
+                arguments["tree_slots"][row : row + n],
+            )
+        ).long()
+        depth = [0] * n
+        sees = torch.zeros(n, prefix_len + n, dtype=torch.bool)
+        sees[:, :prefix_len] = True
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                depth[node] = depth[parent] + 1
+                sees[node] = sees[parent]
+            sees[node, prefix_len + node] = True
+        if case.sliding_window >= 0:
+            position = torch.tensor(
+                [*range(prefix_len), *(prefix_len + x for x in depth)]
+            )
+            sees &= position >= position[prefix_len:, None] - case.sliding_window
+
+        group = case.h_q // case.h_kv
+        k = k_cache[slots].double().repeat_interleave(group, dim=1)
+        v = v_cache[slots].double().repeat_interleave(group, dim=1)
+        if k_scale is not None:
+            k, v = k * k_scale.double(), v * v_scale.double()
+        v = torch.where(sees.any(0)[:, None, None], v, 0.0)
+        logits = arguments["sm_scale"] * torch.einsum(
+            "qhd,khd->hqk", batch.q[row : row + n].double(), k
+        )
+        if case.logit_cap:
+            logits = case.logit_cap * torch.tanh(logits / case.logit_cap)
+        logits = logits.masked_fill(~sees, -math.inf)
+        sinks = arguments.get("sinks")
+        if sinks is not None:
+            column = sinks.double()[:, None, None].expand(-1, n, 1)
+            logits = torch.cat((logits, column), dim=2)
+            v = torch.cat((v, torch.zeros_like(v[:1])))
+        out[row : row + n] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v)
+        lse[row : row + n] = logits.logsumexp(-1).T
+        row += n
+    return out, lse
+
+
+# Largest error of a row of O, relative to the row's norm. O is rounded to q's type (2^-9 and 2^-12 in norm at most) and
+# the kernels round the softmax weights to the same type; the sums are float32 or wider. float8_e4m3 values are exact in
+# both types, so a float8 cache needs no wider bound: the reference reads the same quantized cache.
+O_TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+# Absolute, natural logarithm. The products are exact in float32 and logits are of order 1 to 50.
+LSE_TOLERANCE = 1e-3
+
+
+def assert_close(batch: Batch, want_out: torch.Tensor, want_lse: torch.Tensor) -> None:
+    """Compares a batch's out and lse with the reference's, unowned rows included."""
+    out, lse = batch.out.cpu().double(), batch.lse.cpu().double()
+    want_out, want_lse = want_out.cpu().double(), want_lse.cpu().double()
+    assert torch.isfinite(out).all(), f"{batch.case}: {int((~torch.isfinite(out)).sum())} values of out not finite"
+    error = (out - want_out).norm(dim=-1) / want_out.norm(dim=-1).clamp_min(1e-6)
+    tolerance = O_TOLERANCE[batch.case.q_dtype]
+    worst = error.max().item() if error.numel() else 0.0
+    assert worst <= tolerance, (
+        f"{batch.case}: out is {worst:.2e} off at (row, head) {_where(error)}, allowed {tolerance:.0e}"
+    )
+    assert torch.equal(torch.isinf(lse), torch.isinf(want_lse)), f"{batch.case}: lse is -inf in other places"
+    error = torch.where(torch.isinf(want_lse), 0.0, (lse - want_lse).abs())
+    worst = error.max().item() if error.numel() else 0.0
+    assert worst <= LSE_TOLERANCE, f"{batch.case}: lse is {worst:.2e} off at (row, head) {_where(error)}"
+
+
+def _where(error: torch.Tensor) -> tuple:
+    return tuple(divmod(int(error.nan_to_num(math.inf).argmax()), error.shape[1]))
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _cumulative(lengths) -> torch.Tensor:
+    total = [0]
+    for length in lengths:
+        total.append(total[-1] + length)
+    return torch.tensor(total, dtype=torch.int32)
