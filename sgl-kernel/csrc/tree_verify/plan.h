@@ -11,6 +11,7 @@ namespace ddtree {
 
 constexpr int kMlaTileM = 64;
 constexpr int kMaxSplits = 256;
+constexpr int kMaxWorkItems = 8192;  // b * num_splits; the combine kernel keeps one weight each in shared memory
 
 // Rows of the M dimension that one KV head serves: heads that share it x tree rows.
 inline int packed_rows(int max_rows, int h_q, int h_kv) { return max_rows * (h_q / h_kv); }

@@ -1,0 +1,76 @@
+// Combine: o = sum over a request's chunks of 2^(lse_c - lse) o_c, and the sink's share of the denominator.
+// Grid: x = row of q, y = query head. A block's groups of d_v / 4 threads take every kGroups-th chunk, then add up in a
+// fixed order. Rows of requests with one chunk were finished by the partial kernel.
+#pragma once
+
+#include "epilogue.cuh"
+
+namespace ddtree {
+
+constexpr int kCombineThreads = 256;
+
+template <typename T, int kD>
+__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ TreeVerifyParams p) {
+  constexpr int kGroupThreads = kD / 4, kGroups = kCombineThreads / kGroupThreads;
+  extern __shared__ float weights[];  // [chunks of the request], at most b * num_splits
+  __shared__ float4 sums[kGroups][kGroupThreads];
+  __shared__ float reduced[2][kCombineThreads / 32];
+  const int t = blockIdx.x, head = blockIdx.y, tid = threadIdx.x, lane = tid & 31;
+  const RowChunks chunks = find_row_chunks(p, t);
+  if (chunks.request < 0 || chunks.num_chunks <= 1) return;
+
+  const int64_t first = (int64_t(chunks.first_item) * p.max_rows + chunks.row) * p.h_q + head;
+  const int64_t stride = int64_t(p.max_rows) * p.h_q;
+  const float* lse = partial_lse(p);
+  float top = neg_inf();
+  for (int c = tid; c < chunks.num_chunks; c += kCombineThreads) {
+    weights[c] = lse[first + c * stride];
+    top = fmaxf(top, weights[c]);
+  }
+#pragma unroll
+  for (int mask = 16; mask; mask /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, mask));
+  if (lane == 0) reduced[0][tid / 32] = top;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kCombineThreads / 32; ++w) top = fmaxf(top, reduced[0][w]);
+  const float base = top == neg_inf() ? 0.f : top;
+  float sum = 0.f;
+  for (int c = tid; c < chunks.num_chunks; c += kCombineThreads) {
+    weights[c] = fast_exp2(weights[c] - base);
+    sum += weights[c];
+  }
+#pragma unroll
+  for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(0xffffffff, sum, mask);
+  if (lane == 0) reduced[1][tid / 32] = sum;
+  __syncthreads();
+  sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < kCombineThreads / 32; ++w) sum += reduced[1][w];
+  const RowResult result = finish_row(top, sum, sink_logit2(p, head));
+
+  const int group = tid / kGroupThreads, d = tid % kGroupThreads * 4;
+  float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (group < kGroups) {
+    const float* partial = static_cast<const float*>(p.workspace) + first * kD + d;
+#pragma unroll 8
+    for (int c = group; c < chunks.num_chunks; c += kGroups) {
+      const float4 v = *reinterpret_cast<const float4*>(partial + c * stride * kD);
+      const float weight = weights[c];
+      acc.x += weight * v.x, acc.y += weight * v.y, acc.z += weight * v.z, acc.w += weight * v.w;
+    }
+    sums[group][tid % kGroupThreads] = acc;
+  }
+  __syncthreads();
+  if (group != 0) return;
+#pragma unroll
+  for (int g = 1; g < kGroups; ++g) {
+    const float4 v = sums[g][tid];
+    acc.x += v.x, acc.y += v.y, acc.z += v.z, acc.w += v.w;
+  }
+  T* out = static_cast<T*>(p.o) + t * p.o_stride_t + head * p.o_stride_h + d;
+  *reinterpret_cast<uint2*>(out) = make_uint2(pack2<T>(acc.x * result.scale, acc.y * result.scale),
+                                              pack2<T>(acc.z * result.scale, acc.w * result.scale));
+  if (tid == 0 && p.lse) p.lse[int64_t(t) * p.h_q + head] = result.lse2 * kLn2;
+}
+
+}  // namespace ddtree

@@ -1,0 +1,56 @@
+// Where a packed row of a partial kernel ends up: the output itself when its request has one chunk, else the workspace.
+#pragma once
+
+#include "tile_scheduler.cuh"
+#include "../common/mma_sm80.cuh"
+
+namespace ddtree {
+
+__device__ __forceinline__ float* partial_lse(const TreeVerifyParams& p) {
+  return static_cast<float*>(p.workspace) + int64_t(p.b) * p.num_splits * p.max_rows * p.h_q * p.d_v;
+}
+
+__device__ __forceinline__ float sink_logit2(const TreeVerifyParams& p, int head) {
+  return p.sinks ? p.sinks[head] * kLog2E : neg_inf();
+}
+
+__device__ __forceinline__ float load_scale(const float* scale) { return scale ? *scale : 1.f; }
+
+// One packed row m = row * heads + head of a KV head, in the registers of the lanes that share it.
+template <typename T>
+struct RowWriter {
+  T* out;            // nullptr: no such row, or a partial
+  float* partial;    // nullptr: no such row, or final
+  float scale;
+
+  // `leader`: the one lane that writes the LSE.
+  __device__ __forceinline__ RowWriter(const TreeVerifyParams& p, const WorkItem& w, int item, int kv_head, int m,
+                                       float row_max, float row_sum, bool leader)
+      : out(nullptr), partial(nullptr), scale(0.f) {
+    const int heads = p.h_q / p.h_kv, row = m / heads, head = kv_head * heads + m % heads;
+    if (row >= w.request.rows) return;
+    const bool last = w.num_chunks == 1;
+    const RowResult r = finish_row(row_max, row_sum, last ? sink_logit2(p, head) : neg_inf());
+    scale = r.scale * load_scale(p.v_scale);
+    if (last) {
+      const int64_t t = w.request.row0 + row;
+      out = static_cast<T*>(p.o) + t * p.o_stride_t + head * p.o_stride_h;
+      if (leader && p.lse) p.lse[t * p.h_q + head] = r.lse2 * kLn2;
+    } else {
+      const int64_t at = (int64_t(item) * p.max_rows + row) * p.h_q + head;
+      partial = static_cast<float*>(p.workspace) + at * p.d_v;
+      if (leader) partial_lse(p)[at] = r.lse2;
+    }
+  }
+
+  __device__ __forceinline__ void store2(int d, float a, float b) const {
+    a *= scale, b *= scale;
+    if (out) {
+      *reinterpret_cast<uint32_t*>(out + d) = pack2<T>(a, b);
+    } else if (partial) {
+      *reinterpret_cast<float2*>(partial + d) = make_float2(a, b);
+    }
+  }
+};
+
+}  // namespace ddtree

@@ -1,0 +1,290 @@
+// Tree-verify attention of one chunk of a request's KV, for one KV head and one M tile of packed rows.
+//
+// Grid: x = work item (see tile_scheduler.cuh), y = KV head * M tiles + M tile. Packed row m = tree row * heads + head
+// for the `heads` query heads that share the KV head, so KV is read once a KV head and M tile.
+// Pipeline: Q lives in registers; K and V tiles of kTileN tokens pass through a ring of kStages stages filled by
+// cp.async, gathered by slot. fp8 stages are converted to one 16-bit tile by the threads that copied the bytes.
+// Synchronization: cp.async.wait_group makes a thread's own copies visible to it, the barrier after it to the block. The
+// same barrier proves that every warp is done with the previous tile, so the stage refilled right after it (and the
+// converted tile) is free.
+#pragma once
+
+#include "../common/cp_async.cuh"
+#include "../common/fp8.cuh"
+#include "../common/mma_sm80.cuh"
+#include "../common/softmax.cuh"
+#include "epilogue.cuh"
+#include "traits.h"
+#include "tree_mask.cuh"
+
+namespace ddtree {
+
+// Queues the copies of this warp's tokens of one K/V tile. Lane i < kRowsPerWarp holds the slot of the warp's token i,
+// -1 past the end.
+template <typename Traits>
+__device__ __forceinline__ void gqa_load_tile(const TreeVerifyParams& p, uint32_t stage, int kv_head, int slot) {
+  constexpr int kBytes = Traits::kFp8 ? 1 : 2;
+  constexpr int kChunks = Traits::kD * kBytes / 16;  // of 16 bytes, a token
+  constexpr int kItems = Traits::kRowsPerWarp * kChunks;
+  constexpr int kPitch = Traits::kFp8 ? Traits::kD : Traits::kPitch;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const char* k = static_cast<const char*>(p.k_cache) + kv_head * p.k_stride_h * kBytes;
+  const char* v = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_h * kBytes;
+#pragma unroll
+  for (int i = 0; i < (kItems + 31) / 32; ++i) {
+    const int at = i * 32 + lane, row = at / kChunks, chunk = at % kChunks;
+    const int s = __shfl_sync(0xffffffff, slot, row);
+    if (kItems % 32 == 0 || at < kItems) {
+      const bool valid = s >= 0;
+      const int64_t from = valid ? s : 0;
+      const uint32_t to = stage + (warp * Traits::kRowsPerWarp + row) * kPitch + chunk * 16;
+      cp_async_16(to, k + from * p.k_stride_slot * kBytes + chunk * 16, valid);
+      cp_async_16(to + Traits::kTileN * kPitch, v + from * p.v_stride_slot * kBytes + chunk * 16, valid);
+    }
+  }
+}
+
+// Converts the chunks that this thread copied itself (same mapping as gqa_load_tile).
+template <typename Traits>
+__device__ __forceinline__ void gqa_convert_tile(const char* stage, char* tile) {
+  constexpr int kChunks = Traits::kD / 16, kItems = Traits::kRowsPerWarp * kChunks;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < (kItems + 31) / 32; ++i) {
+      const int at = i * 32 + lane, row = half * Traits::kTileN + warp * Traits::kRowsPerWarp + at / kChunks;
+      const int chunk = at % kChunks;
+      if (kItems % 32 == 0 || at < kItems) {
+        uint4 lo, hi;
+        e4m3x16_to_16bit<typename Traits::Element>(
+            *reinterpret_cast<const uint4*>(stage + row * Traits::kD + chunk * 16), lo, hi);
+        uint4* to = reinterpret_cast<uint4*>(tile + row * Traits::kPitch + chunk * 32);
+        to[0] = lo, to[1] = hi;
+      }
+    }
+  }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads) gqa_partial_kernel(const __grid_constant__ TreeVerifyParams p) {
+  using T = typename Traits::Element;
+  constexpr int kD = Traits::kD, kFragsM = Traits::kFragsM, kFragsN = Traits::kWarpTokens / 8;
+  constexpr int kStages = Traits::kStages, kTileN = Traits::kTileN, kPitch = Traits::kPitch;
+  extern __shared__ __align__(16) char smem[];
+
+  const int heads = p.h_q / p.h_kv, m_tiles = gridDim.y / p.h_kv;
+  const int kv_head = blockIdx.y / m_tiles, m_tile = blockIdx.y % m_tiles;
+  const WorkItem work = find_work(p, blockIdx.x);
+  const int m0 = m_tile * Traits::kTileM;
+  if (work.index < 0 || m0 >= work.request.rows * heads) return;
+  const Request& request = work.request;
+
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int warp_m = warp % Traits::kWarpsM, warp_n = warp / Traits::kWarpsM;
+  const int64_t kv_start = p.kv_indptr[work.index];
+  const int tiles = ceil_div(work.end - work.begin, kTileN);
+  const uint32_t smem_base = smem_address(smem), stages = smem_base + Traits::kFixedBytes;
+
+  auto load_slot = [&](int tile) {
+    const int token = work.begin + tile * kTileN + warp * Traits::kRowsPerWarp + lane;
+    return lane < Traits::kRowsPerWarp && token < work.end ? token_slot(p, request, kv_start, token) : -1;
+  };
+#pragma unroll
+  for (int s = 0; s < kStages - 1; ++s) {
+    if (s < tiles) gqa_load_tile<Traits>(p, stages + s * Traits::kStageBytes, kv_head, load_slot(s));
+    cp_async_commit();
+  }
+  int next_slot = load_slot(kStages - 1);
+
+  // Q fragments, zero for rows that do not exist.
+  const int warp_row0 = m0 + warp_m * kFragsM * 16;
+  uint32_t q_frag[kFragsM][kD / 16][4];
+#pragma unroll
+  for (int f = 0; f < kFragsM; ++f) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int m = warp_row0 + f * 16 + half * 8 + lane / 4, row = m / heads;
+      const bool exists = row < request.rows;
+      const T* q = static_cast<const T*>(p.q) + (request.row0 + int64_t(row)) * p.q_stride_t +
+                   (kv_head * heads + m % heads) * p.q_stride_h + lane % 4 * 2;
+#pragma unroll
+      for (int k = 0; k < kD / 16; ++k) {
+        q_frag[f][k][half] = exists ? *reinterpret_cast<const uint32_t*>(q + k * 16) : 0;
+        q_frag[f][k][half + 2] = exists ? *reinterpret_cast<const uint32_t*>(q + k * 16 + 8) : 0;
+      }
+    }
+  }
+
+  const LogitScale logit_scale = make_logit_scale(p.sm_scale, load_scale(p.k_scale), p.logit_cap);
+  float o[kFragsM][kD / 8][4], row_max[kFragsM][2], row_sum[kFragsM][2];
+#pragma unroll
+  for (int f = 0; f < kFragsM; ++f) {
+    row_max[f][0] = row_max[f][1] = neg_inf();
+    row_sum[f][0] = row_sum[f][1] = 0.f;
+#pragma unroll
+    for (int d = 0; d < kD / 8; ++d) o[f][d][0] = o[f][d][1] = o[f][d][2] = o[f][d][3] = 0.f;
+  }
+
+  // ldmatrix addresses of this lane: K rows are the n of B; V is transposed, its rows are the k of B.
+  const uint32_t k_lane = (warp_n * Traits::kWarpTokens + (lane & 7) + (lane >> 4) * 8) * kPitch + (lane >> 3 & 1) * 16;
+  const uint32_t v_lane =
+      (kTileN + warp_n * Traits::kWarpTokens + (lane & 7) + (lane >> 3 & 1) * 8) * kPitch + (lane >> 4) * 16;
+  const bool idle = warp_row0 >= request.rows * heads;  // a warp without rows only loads
+
+  for (int j = 0; j < tiles; ++j) {
+    cp_async_wait<kStages - 2>();
+    __syncthreads();
+    if constexpr (Traits::kFp8) {
+      gqa_convert_tile<Traits>(smem + Traits::kFixedBytes + j % kStages * Traits::kStageBytes, smem);
+      __syncthreads();
+    }
+    if (j + kStages - 1 < tiles)
+      gqa_load_tile<Traits>(p, stages + (j + kStages - 1) % kStages * Traits::kStageBytes, kv_head, next_slot);
+    cp_async_commit();
+    next_slot = load_slot(j + kStages);
+    if (idle) continue;
+
+    const uint32_t tile = Traits::kFp8 ? smem_base : stages + j % kStages * Traits::kStageBytes;
+    float s[kFragsM][kFragsN][4] = {};
+#pragma unroll
+    for (int k = 0; k < kD / 16; ++k) {
+#pragma unroll
+      for (int n = 0; n < kFragsN / 2; ++n) {
+        uint32_t b[4];
+        ldmatrix_x4(b, tile + k_lane + n * 16 * kPitch + k * 32);
+#pragma unroll
+        for (int f = 0; f < kFragsM; ++f) {
+          mma_m16n8k16<T>(s[f][2 * n], q_frag[f][k], b[0], b[1]);
+          mma_m16n8k16<T>(s[f][2 * n + 1], q_frag[f][k], b[2], b[3]);
+        }
+      }
+    }
+
+    const int token0 = work.begin + j * kTileN + warp_n * Traits::kWarpTokens;
+    const bool masked = needs_mask(request, p.sliding_window, token0, Traits::kWarpTokens);
+#pragma unroll
+    for (int f = 0; f < kFragsM; ++f) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int n = 0; n < kFragsN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) s[f][n][half * 2 + e] = logit_scale(s[f][n][half * 2 + e]);
+        }
+        if (masked) {
+          const uint32_t mask = tree_mask(p, request, (warp_row0 + f * 16 + half * 8 + lane / 4) / heads, token0);
+#pragma unroll
+          for (int n = 0; n < kFragsN; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              if (!(mask >> (n * 8 + lane % 4 * 2 + e) & 1)) s[f][n][half * 2 + e] = neg_inf();
+          }
+        }
+        float top = row_max[f][half];
+#pragma unroll
+        for (int n = 0; n < kFragsN; ++n) top = fmaxf(top, fmaxf(s[f][n][half * 2], s[f][n][half * 2 + 1]));
+        top = quad_max(top);
+        const float base = top == neg_inf() ? 0.f : top;  // nothing attended yet: every exp2 below is exp2(-inf)
+        const float shrink = fast_exp2(row_max[f][half] - base);
+        row_max[f][half] = top;
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < kFragsN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const float prob = fast_exp2(s[f][n][half * 2 + e] - base);
+            s[f][n][half * 2 + e] = prob;
+            sum += prob;
+          }
+        }
+        row_sum[f][half] = row_sum[f][half] * shrink + sum;
+#pragma unroll
+        for (int d = 0; d < kD / 8; ++d) o[f][d][half * 2] *= shrink, o[f][d][half * 2 + 1] *= shrink;
+      }
+    }
+
+#pragma unroll
+    for (int k = 0; k < Traits::kWarpTokens / 16; ++k) {
+      uint32_t prob[kFragsM][4];
+#pragma unroll
+      for (int f = 0; f < kFragsM; ++f) {
+        prob[f][0] = pack2<T>(s[f][2 * k][0], s[f][2 * k][1]);
+        prob[f][1] = pack2<T>(s[f][2 * k][2], s[f][2 * k][3]);
+        prob[f][2] = pack2<T>(s[f][2 * k + 1][0], s[f][2 * k + 1][1]);
+        prob[f][3] = pack2<T>(s[f][2 * k + 1][2], s[f][2 * k + 1][3]);
+      }
+#pragma unroll
+      for (int d = 0; d < kD / 16; ++d) {
+        uint32_t b[4];
+        ldmatrix_x4_trans(b, tile + v_lane + k * 16 * kPitch + d * 32);
+#pragma unroll
+        for (int f = 0; f < kFragsM; ++f) {
+          mma_m16n8k16<T>(o[f][2 * d], prob[f], b[0], b[1]);
+          mma_m16n8k16<T>(o[f][2 * d + 1], prob[f], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+#pragma unroll
+  for (int f = 0; f < kFragsM; ++f) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) row_sum[f][half] = quad_sum(row_sum[f][half]);
+  }
+
+  if constexpr (Traits::kWarpsN == 1) {
+#pragma unroll
+    for (int f = 0; f < kFragsM; ++f) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int m = warp_row0 + f * 16 + half * 8 + lane / 4;
+        const RowWriter<T> writer(p, work, blockIdx.x, kv_head, m, row_max[f][half], row_sum[f][half], lane % 4 == 0);
+#pragma unroll
+        for (int d = 0; d < kD / 8; ++d)
+          writer.store2(d * 8 + lane % 4 * 2, o[f][d][half * 2], o[f][d][half * 2 + 1]);
+      }
+    }
+  } else {
+    // Merge the warps' accumulators, each relative to its own maximum, in a fixed order.
+    constexpr int kWarpsN = Traits::kWarpsN;
+    float* maxima = reinterpret_cast<float*>(smem);       // [kWarpsN, 16]
+    float* sums = maxima + kWarpsN * 16;                  // [kWarpsN, 16]
+    float* outputs = sums + kWarpsN * 16;                 // [kWarpsN, 16, kD]
+    cp_async_wait<0>();
+    __syncthreads();  // the ring is dead from here on
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = half * 8 + lane / 4;
+      if (lane % 4 == 0) maxima[warp_n * 16 + row] = row_max[0][half], sums[warp_n * 16 + row] = row_sum[0][half];
+#pragma unroll
+      for (int d = 0; d < kD / 8; ++d)
+        *reinterpret_cast<float2*>(outputs + (warp_n * 16 + row) * kD + d * 8 + lane % 4 * 2) =
+            make_float2(o[0][d][half * 2], o[0][d][half * 2 + 1]);
+    }
+    __syncthreads();
+    // A quad a row as before: 8 rows a warp and pass.
+    for (int row = warp * 8 + lane / 4; row < 16; row += Traits::kWarps * 8) {
+      float top = neg_inf(), sum = 0.f, weight[kWarpsN];
+#pragma unroll
+      for (int w = 0; w < kWarpsN; ++w) top = fmaxf(top, maxima[w * 16 + row]);
+#pragma unroll
+      for (int w = 0; w < kWarpsN; ++w) {
+        weight[w] = top == neg_inf() ? 0.f : fast_exp2(maxima[w * 16 + row] - top);
+        sum += weight[w] * sums[w * 16 + row];
+      }
+      const RowWriter<T> writer(p, work, blockIdx.x, kv_head, m0 + row, top, sum, lane % 4 == 0);
+      for (int d = lane % 4 * 2; d < kD; d += 8) {
+        float2 total = make_float2(0.f, 0.f);
+#pragma unroll
+        for (int w = 0; w < kWarpsN; ++w) {
+          const float2 part = *reinterpret_cast<const float2*>(outputs + (w * 16 + row) * kD + d);
+          total.x += weight[w] * part.x, total.y += weight[w] * part.y;
+        }
+        writer.store2(d, total.x, total.y);
+      }
+    }
+  }
+}
+
+}  // namespace ddtree

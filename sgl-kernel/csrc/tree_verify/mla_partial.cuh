@@ -1,0 +1,258 @@
+// Tree-verify attention over MLA latents: 576 dimensions for S, the first 512 of the same bytes for O.
+//
+// Grid: x = work item (see tile_scheduler.cuh), y = M tile of 64 packed rows m = tree row * h_q + head. One block fills
+// the multiprocessor's registers: the 64 x 512 fp32 accumulator takes half of them and Q another quarter, which leaves
+// shared memory to the latents. What limits this kernel is shared-memory bandwidth, so the warps are laid out twice:
+//   S: warp w sums rows 16 (w % 4) .. + 16 over half w / 4 of the dimensions; the two halves are exchanged through
+//      shared memory, both warps of the pair then hold the same S and each turns 16 of the 32 tokens into P.
+//   O: warp w owns value dimensions 64 w .. + 64 of all 64 rows, so that V is read from shared memory once.
+// The running maximum is raised only when a tile exceeds it by more than 2^8 (P stays below 2^8, in range for fp16): the
+// accumulators are then rarely rescaled.
+// Synchronization, a tile: (1) wait for own copies, barrier: the tile is visible, and every warp is done with the O of
+// the previous one, so its buffer, P and the rescale factors are free. (2) a barrier of the two warps of a pair between
+// writing and reading the exchange; its next write comes after barrier (3). (3) barrier: P is complete.
+// fp8: a barrier before (1) frees the 16-bit tile, then each thread converts the bytes that it copied itself.
+#pragma once
+
+#include "../common/cp_async.cuh"
+#include "../common/fp8.cuh"
+#include "../common/mma_sm80.cuh"
+#include "../common/softmax.cuh"
+#include "epilogue.cuh"
+#include "traits.h"
+#include "tree_mask.cuh"
+
+namespace ddtree {
+
+constexpr float kRescaleThreshold = 8.f;  // base 2
+
+// Eight threads a token; slot < 0: zeros.
+template <typename Traits>
+__device__ __forceinline__ void mla_load_tile(const TreeVerifyParams& p, uint32_t stage, int slot) {
+  constexpr int kBytes = Traits::kFp8 ? 1 : 2, kChunks = kMlaQkDim * kBytes / 16;
+  constexpr int kPitch = Traits::kFp8 ? kMlaQkDim : Traits::kPitch;
+  const int row = threadIdx.x / 8, part = threadIdx.x % 8;
+  const bool valid = slot >= 0;
+  const char* from =
+      static_cast<const char*>(p.k_cache) + (valid ? slot : 0) * p.k_stride_slot * kBytes + part * 16;
+  const uint32_t to = stage + row * kPitch + part * 16;
+#pragma unroll
+  for (int i = 0; i < (kChunks + 7) / 8; ++i)
+    if (kChunks % 8 == 0 || i * 8 + part < kChunks) cp_async_16(to + i * 128, from + i * 128, valid);
+}
+
+template <typename Traits>
+__device__ __forceinline__ void mla_convert_tile(const char* stage, char* tile) {
+  constexpr int kChunks = kMlaQkDim / 16;
+  const int row = threadIdx.x / 8, part = threadIdx.x % 8;
+#pragma unroll
+  for (int i = 0; i < (kChunks + 7) / 8; ++i) {
+    if (i * 8 + part < kChunks) {
+      uint4 lo, hi;
+      e4m3x16_to_16bit<typename Traits::Element>(
+          *reinterpret_cast<const uint4*>(stage + row * kMlaQkDim + (i * 8 + part) * 16), lo, hi);
+      uint4* to = reinterpret_cast<uint4*>(tile + row * Traits::kPitch + (i * 8 + part) * 32);
+      to[0] = lo, to[1] = hi;
+    }
+  }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const __grid_constant__ TreeVerifyParams p) {
+  using T = typename Traits::Element;
+  constexpr int kPitch = Traits::kPitch, kTileN = Traits::kTileN, kSteps = Traits::kSteps;
+  constexpr int kFragsV = Traits::kWarpV / 8;
+  extern __shared__ __align__(16) char smem[];
+  char* const fp8_stage = smem + Traits::kTileBytes;  // fp8 only
+  float4* const exchange = reinterpret_cast<float4*>(smem + Traits::kPipeBytes);  // [warp, 4, lane]
+  char* const probs = smem + Traits::kPipeBytes + Traits::kExchangeBytes;         // [kTileM, kPitchP bytes]
+  float* const rescale = reinterpret_cast<float*>(smem + Traits::kRescaleOffset);  // [kTileM]
+  int* const rescale_any = reinterpret_cast<int*>(rescale + Traits::kTileM);       // [4], a group of 16 rows
+
+  const WorkItem work = find_work(p, blockIdx.x);
+  const int m0 = blockIdx.y * Traits::kTileM;
+  if (work.index < 0 || m0 >= work.request.rows * p.h_q) return;
+  const Request& request = work.request;
+
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int group = warp & 3, half_k = warp >> 2;  // rows 16 * group, dimensions 288 * half_k
+  const int64_t kv_start = p.kv_indptr[work.index];
+  const int tiles = ceil_div(work.end - work.begin, kTileN);
+  const uint32_t smem_base = smem_address(smem);
+  const uint32_t stages = smem_base + (Traits::kFp8 ? Traits::kTileBytes : 0);
+
+  auto load_slot = [&](int tile) {
+    const int token = work.begin + tile * kTileN + int(threadIdx.x / 8);
+    return token < work.end ? token_slot(p, request, kv_start, token) : -1;
+  };
+  mla_load_tile<Traits>(p, stages, load_slot(0));
+  cp_async_commit();
+  int next_slot = load_slot(1);
+
+  uint32_t q_frag[kSteps][4];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int m = m0 + group * 16 + half * 8 + lane / 4, row = m / p.h_q;
+    const bool exists = row < request.rows;
+    const T* q = static_cast<const T*>(p.q) + (request.row0 + int64_t(row)) * p.q_stride_t +
+                 m % p.h_q * p.q_stride_h + half_k * Traits::kHalf + lane % 4 * 2;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      q_frag[k][half] = exists ? *reinterpret_cast<const uint32_t*>(q + k * 16) : 0;
+      q_frag[k][half + 2] = exists ? *reinterpret_cast<const uint32_t*>(q + k * 16 + 8) : 0;
+    }
+  }
+
+  const LogitScale logit_scale = make_logit_scale(p.sm_scale, load_scale(p.k_scale), p.logit_cap);
+  float o[4][kFragsV][4], row_max[2] = {neg_inf(), neg_inf()}, row_sum[2] = {0.f, 0.f};
+#pragma unroll
+  for (int f = 0; f < 4; ++f) {
+#pragma unroll
+    for (int d = 0; d < kFragsV; ++d) o[f][d][0] = o[f][d][1] = o[f][d][2] = o[f][d][3] = 0.f;
+  }
+
+  const uint32_t k_lane =
+      ((lane & 7) + (lane >> 4) * 8) * kPitch + half_k * Traits::kHalf * 2 + (lane >> 3 & 1) * 16;
+  const uint32_t v_lane =
+      ((lane & 7) + (lane >> 3 & 1) * 8) * kPitch + warp * Traits::kWarpV * 2 + (lane >> 4) * 16;
+  const uint32_t p_lane = smem_address(probs) + (lane & 15) * Traits::kPitchP + (lane >> 4) * 16;
+
+  for (int j = 0; j < tiles; ++j) {
+    cp_async_wait<0>();
+    if constexpr (Traits::kFp8) {
+      __syncthreads();
+      mla_convert_tile<Traits>(fp8_stage, smem);
+    }
+    __syncthreads();
+    if (j + 1 < tiles)
+      mla_load_tile<Traits>(p, stages + (Traits::kFp8 ? 0 : (j + 1) % 2 * Traits::kStageBytes), next_slot);
+    cp_async_commit();
+    next_slot = load_slot(j + 2);
+
+    const uint32_t tile = Traits::kFp8 ? smem_base : stages + j % 2 * Traits::kStageBytes;
+    float s[4][4] = {};
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        uint32_t b[4];
+        ldmatrix_x4(b, tile + k_lane + n * 16 * kPitch + k * 32);
+        mma_m16n8k16<T>(s[2 * n], q_frag[k], b[0], b[1]);
+        mma_m16n8k16<T>(s[2 * n + 1], q_frag[k], b[2], b[3]);
+      }
+    }
+
+    // Sum of the two halves of the dimensions. Addition commutes, so both warps of the pair get the same bits.
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      exchange[(warp * 4 + n) * 32 + lane] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
+    asm volatile("bar.sync %0, 64;" ::"r"(1 + group) : "memory");
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float4 other = exchange[((warp ^ 4) * 4 + n) * 32 + lane];
+      s[n][0] = logit_scale(s[n][0] + other.x), s[n][1] = logit_scale(s[n][1] + other.y);
+      s[n][2] = logit_scale(s[n][2] + other.z), s[n][3] = logit_scale(s[n][3] + other.w);
+    }
+
+    const int token0 = work.begin + j * kTileN;
+    if (needs_mask(request, p.sliding_window, token0, kTileN)) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t mask = tree_mask(p, request, (m0 + group * 16 + half * 8 + lane / 4) / p.h_q, token0);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (!(mask >> (n * 8 + lane % 4 * 2 + e) & 1)) s[n][half * 2 + e] = neg_inf();
+        }
+      }
+    }
+    float shrink[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = neg_inf();
+#pragma unroll
+      for (int n = 0; n < 4; ++n) top = fmaxf(top, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
+      top = quad_max(top);
+      const float old = row_max[half];
+      if (top > old + kRescaleThreshold) row_max[half] = top;
+      const float base = row_max[half] == neg_inf() ? 0.f : row_max[half];
+      shrink[half] = old == row_max[half] ? 1.f : fast_exp2(old - base);
+      float sum = 0.f, prob[2][2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          prob[n][e] = fast_exp2((half_k ? s[n + 2][half * 2 + e] : s[n][half * 2 + e]) - base);
+          sum += prob[n][e];
+        }
+        *reinterpret_cast<uint32_t*>(probs + (group * 16 + half * 8 + lane / 4) * Traits::kPitchP + half_k * 32 +
+                                     n * 16 + lane % 4 * 4) = pack2<T>(prob[n][0], prob[n][1]);
+      }
+      row_sum[half] = row_sum[half] * shrink[half] + sum;
+    }
+    const bool any = __any_sync(0xffffffff, shrink[0] != 1.f || shrink[1] != 1.f);
+    if (half_k == 0) {
+      if (lane % 4 == 0) {
+        rescale[group * 16 + lane / 4] = shrink[0];
+        rescale[group * 16 + 8 + lane / 4] = shrink[1];
+      }
+      if (lane == 0) rescale_any[group] = any;
+    }
+    __syncthreads();
+
+#pragma unroll
+    for (int f = 0; f < 4; ++f) {
+      if (rescale_any[f]) {
+        const float low = rescale[f * 16 + lane / 4], high = rescale[f * 16 + 8 + lane / 4];
+#pragma unroll
+        for (int d = 0; d < kFragsV; ++d)
+          o[f][d][0] *= low, o[f][d][1] *= low, o[f][d][2] *= high, o[f][d][3] *= high;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kTileN / 16; ++k) {
+      uint32_t prob[4][4];
+#pragma unroll
+      for (int f = 0; f < 4; ++f) ldmatrix_x4(prob[f], p_lane + f * 16 * Traits::kPitchP + k * 32);
+#pragma unroll
+      for (int d = 0; d < kFragsV / 2; ++d) {
+        uint32_t b[4];
+        ldmatrix_x4_trans(b, tile + v_lane + k * 16 * kPitch + d * 32);
+#pragma unroll
+        for (int f = 0; f < 4; ++f) {
+          mma_m16n8k16<T>(o[f][2 * d], prob[f], b[0], b[1]);
+          mma_m16n8k16<T>(o[f][2 * d + 1], prob[f], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // The two warps of a pair summed different tokens; the warps that own the value dimensions need every row's result.
+  float* const maxima = reinterpret_cast<float*>(exchange);  // [kTileM]
+  float* const sums = maxima + Traits::kTileM;               // [2, kTileM]
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = quad_sum(row_sum[half]);
+    if (lane % 4 == 0) {
+      const int row = group * 16 + half * 8 + lane / 4;
+      sums[half_k * Traits::kTileM + row] = sum;
+      if (half_k == 0) maxima[row] = row_max[half];
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int f = 0; f < 4; ++f) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = f * 16 + half * 8 + lane / 4;
+      const RowWriter<T> writer(p, work, blockIdx.x, 0, m0 + row, maxima[row], sums[row] + sums[Traits::kTileM + row],
+                                warp == 0 && lane % 4 == 0);
+#pragma unroll
+      for (int d = 0; d < kFragsV; ++d)
+        writer.store2(warp * Traits::kWarpV + d * 8 + lane % 4 * 2, o[f][d][half * 2], o[f][d][half * 2 + 1]);
+    }
+  }
+}
+
+}  // namespace ddtree

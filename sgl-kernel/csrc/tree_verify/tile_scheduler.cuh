@@ -1,0 +1,123 @@
+// Deals the KV of a ragged batch out to a fixed grid: b * num_splits work items, each one contiguous chunk of one
+// request's tokens. The chunk length is the smallest multiple of kChunkGranule for which all chunks of all requests fit
+// the grid, so a long request gets more items than a short one. Every warp computes it from the device lengths by
+// itself: no planning kernel, no host length. Partial and combine kernels call the same functions and therefore agree.
+#pragma once
+
+#include "../common/softmax.cuh"
+#include "params.h"
+
+namespace ddtree {
+
+constexpr int kChunkGranule = 64;  // a multiple of every KV tile
+
+struct Request {
+  int row0, rows;     // its tree rows in q
+  int prefix;         // tokens before the tree
+  int kv_begin;       // first token any row attends to: the sliding window of the root, which reaches back furthest
+  __device__ __forceinline__ int tokens() const { return rows > 0 ? prefix + rows - kv_begin : 0; }
+};
+
+__device__ __forceinline__ Request load_request(const TreeVerifyParams& p, int r) {
+  Request q;
+  q.row0 = p.qo_indptr[r];
+  q.rows = p.qo_indptr[r + 1] - q.row0;
+  q.prefix = p.prefix_lens[r];
+  q.kv_begin = p.sliding_window < 0 ? 0 : max(0, q.prefix - p.sliding_window);
+  return q;
+}
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Warp-collective; the same in every lane.
+__device__ inline int chunk_tokens(const TreeVerifyParams& p) {
+  if (p.num_splits == 1) return 1 << 30;
+  const int lane = threadIdx.x & 31, items = p.b * p.num_splits;
+  unsigned total = 0, longest = 0;
+  for (int r = lane; r < p.b; r += 32) {
+    const unsigned n = load_request(p, r).tokens();
+    total += n, longest = max(longest, n);
+  }
+  total = __reduce_add_sync(0xffffffff, total);
+  longest = __reduce_max_sync(0xffffffff, longest);
+  const unsigned per_unit = unsigned(items) * kChunkGranule;
+  unsigned lo = max(1u, (total + per_unit - 1) / per_unit);
+  unsigned hi = max(lo, (longest + kChunkGranule - 1) / kChunkGranule);
+  for (unsigned probe = lo; lo < hi; probe = (lo + hi) / 2) {  // equal lengths fit at the first probe
+    unsigned chunks = 0;
+    for (int r = lane; r < p.b; r += 32) chunks += ceil_div(load_request(p, r).tokens(), probe * kChunkGranule);
+    if (__reduce_add_sync(0xffffffff, chunks) <= unsigned(items)) {
+      hi = probe;
+    } else {
+      lo = probe + 1;
+    }
+  }
+  return lo * kChunkGranule;
+}
+
+struct WorkItem {
+  Request request;
+  int index;              // of the request; -1: nothing to do
+  int num_chunks;         // of the request; 1: write the output directly
+  int begin, end;         // tokens [begin, end): < prefix is the prefix, the rest the tree
+};
+
+// Warp-collective: the chunk that work item `item` stands for.
+__device__ inline WorkItem find_work(const TreeVerifyParams& p, int item) {
+  const int lane = threadIdx.x & 31, chunk = chunk_tokens(p);
+  int first = 0;  // work items before this group of 32 requests
+  for (int base = 0; base < p.b; base += 32) {
+    const int r = base + lane;
+    const int mine = r < p.b ? ceil_div(load_request(p, r).tokens(), chunk) : 0;
+    int until = mine;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int up = __shfl_up_sync(0xffffffff, until, step);
+      if (lane >= step) until += up;
+    }
+    const unsigned owner = __ballot_sync(0xffffffff, item < first + until);
+    if (owner) {
+      const int source = __ffs(owner) - 1;
+      WorkItem w;
+      w.index = base + source;
+      w.num_chunks = __shfl_sync(0xffffffff, mine, source);
+      const int start = first + __shfl_sync(0xffffffff, until, source) - w.num_chunks;
+      w.request = load_request(p, w.index);
+      w.begin = w.request.kv_begin + (item - start) * chunk;
+      w.end = min(w.begin + min(chunk, 1 << 30), w.request.prefix + w.request.rows);
+      return w;
+    }
+    first += __shfl_sync(0xffffffff, until, 31);
+  }
+  WorkItem none{};
+  none.index = -1;
+  return none;
+}
+
+struct RowChunks {
+  int request;     // -1: the row belongs to none
+  int row;         // within the request
+  int first_item;  // work items [first_item, first_item + num_chunks) hold its partials
+  int num_chunks;
+};
+
+// Warp-collective: where the partials of row `t` of q lie.
+__device__ inline RowChunks find_row_chunks(const TreeVerifyParams& p, int t) {
+  const int lane = threadIdx.x & 31, chunk = chunk_tokens(p);
+  int first = 0;
+  for (int base = 0; base < p.b; base += 32) {
+    const int r = base + lane;
+    const Request q = r < p.b ? load_request(p, r) : Request{};
+    const int mine = r < p.b ? ceil_div(q.tokens(), chunk) : 0;
+    const unsigned owner = __ballot_sync(0xffffffff, r < p.b && t >= q.row0 && t < q.row0 + q.rows);
+    const int source = owner ? __ffs(owner) - 1 : 32;
+    const int before = __reduce_add_sync(0xffffffff, unsigned(lane < source ? mine : 0));
+    if (owner)
+      return {base + source, t - __shfl_sync(0xffffffff, q.row0, source), first + before,
+              __shfl_sync(0xffffffff, mine, source)};
+    first += before;
+  }
+  return {-1, 0, 0, 0};
+}
+
+}  // namespace ddtree
