@@ -6,13 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import devtree
+from . import devtree, provenance
 from .build_wheel import wheel_name, write_wheel
 from .edit import edit, export
+from .rebase import rebase
 from .series import Series
-from .upstream import ROOT, Pins, Release, Stop
+from .upstream import ROOT, Pins, Release, Stop, cache_dir
 
-DEV, EDIT = ROOT / "build/dev", ROOT / "build/edit"
+DEV, EDIT, REBASE = ROOT / "build/dev", ROOT / "build/edit", ROOT / "build/rebase"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -32,6 +33,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     commands.add_parser("refresh", help="take up new patch files, regenerate hashes and seam digests")
     command = commands.add_parser("dev", help="assemble a tree to run, with links to our files")
     command.add_argument("dir", nargs="?", type=Path, default=DEV)
+    command = commands.add_parser("rebase", help="carry the series and upstream.toml to another release")
+    command.add_argument("version")
+    command.add_argument("--dir", type=Path, default=REBASE, help="for the temporary repository (build/rebase)")
+    command.add_argument("--continue", dest="resume", action="store_true", help="after a conflict was mended there")
+    command = commands.add_parser("provenance", help="look for lines that we share with upstream")
+    command.add_argument("--also", type=Path, action="append", default=[], help="a further folder of others' sources")
     command = commands.add_parser("build", help="build the wheel into DIR, print its path")
     command.add_argument("dir", nargs="?", type=Path, default=ROOT / "dist")
     return parser.parse_args(argv)
@@ -66,12 +73,17 @@ def run(args: argparse.Namespace) -> int:
         case "export":
             patch = export(series, upstream, args.dir.resolve())
             print(f"wrote patches/{patch.name}")
-            return report(series.lint_patch(patch, upstream))
+            return report(series.lint_seams(patch, upstream) + series.lint_names(patch))
         case "refresh":
             series.refresh(upstream)
         case "dev":
             devtree.dev(series, pins, upstream, args.dir.resolve())
             print(f"PYTHONPATH={args.dir.resolve()}")
+        case "rebase":
+            cache = args.cache or cache_dir()
+            rebase(series, pins, args.version, cache, args.dir.resolve(), args.resume, args.python)
+        case "provenance":
+            return report([str(copy) for copy in provenance.check(ROOT, upstream, args.also)])
         case "build":
             path = args.dir.resolve() / wheel_name(pins, upstream)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -292,10 +292,11 @@ class Series:
             text = (self.folder / patch.name).read_text()
             if text != patch.format():
                 wrong.append(f"patches/{patch.name} is not in normal form: run `python -m tools.patchset refresh`.")
-            wrong += self.lint_patch(patch, upstream)
+            wrong += self.lint_seams(patch, upstream) + self.lint_names(patch)
         return wrong
 
-    def lint_patch(self, patch: Patch, upstream: Release) -> list[str]:
+    def lint_seams(self, patch: Patch, upstream: Release) -> list[str]:
+        """Sentences on seams that are not there, not what the lines change, or too long."""
         claimed: set[tuple[str, str]] = set()
         wrong = []
         for module, name in patch.seams:
@@ -324,6 +325,11 @@ class Series:
         for path, name in sorted(actual ^ claimed):
             says = "changes" if (path, name) in actual else "does not change"
             wrong.append(f"patches/{patch.name} {says} {name} of {path}, unlike its Seam field.")
+        return wrong
+
+    def lint_names(self, patch: Patch) -> list[str]:
+        """Sentences on what Calls and Test name and this repository lacks."""
+        wrong = []
         for module, name in patch.calls:
             path = module_path(module, self.overlay.__contains__)
             if not path or name not in defined(self.overlay[path].read_bytes()):

@@ -17,6 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+PINS_HEAD = """\
+# What we build on. Our version is SGLANG+REVISION. Each wheel is fetched by this name and refused unless it has this
+# sha256; size is in bytes. `python -m tools.patchset rebase VERSION` writes this file; older releases stay listed for as
+# long as a test rebases from them.
+"""
+
 
 class Stop(Exception):
     """A mistake of the user's or the network's, told in one sentence that says what to do."""
@@ -71,6 +77,13 @@ class Pins:
         doc = tomllib.loads((root / "upstream.toml").read_text())
         wheels = tuple(Wheel(**w) for w in doc["wheel"])
         return cls(doc["sglang"], doc["sglang-kernel"], doc["revision"], wheels)
+
+    def format(self) -> str:
+        """The text of upstream.toml."""
+        head = f'revision = "{self.revision}"\nsglang = "{self.sglang}"\nsglang-kernel = "{self.kernel}"\n'
+        rows = sorted(self.wheels, key=lambda w: w.file)
+        table = [f'[[wheel]]\nfile = "{w.file}"\nsha256 = "{w.sha256}"\nsize = {w.size}\n' for w in rows]
+        return PINS_HEAD + "\n".join([head, *table])
 
     @property
     def version(self) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from .series import Hunk, Patch, merge
 from .upstream import Release, Stop
 
-IDENTITY = ("-c", "user.name=patchset", "-c", "user.email=patchset@localhost", "-c", "commit.gpgsign=false")
+CONFIG = {"user.name": "patchset", "user.email": "patchset@localhost", "commit.gpgsign": "false"}
+CONFIG |= {"core.autocrlf": "false", "core.hooksPath": "/dev/null", "core.safecrlf": "false"}
 FILE = re.compile(r'"?\+\+\+ b/(.*?)"?')
 
 
@@ -27,8 +28,7 @@ class Workspace:
         keep = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
         env = keep | {"GIT_DIR": str(self.folder / ".git"), "GIT_WORK_TREE": str(self.folder), "GIT_EDITOR": "true"}
         env |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "LC_ALL": "C"}
-        command = ["git", *IDENTITY, "-c", "core.autocrlf=false", "-c", "core.hooksPath=/dev/null", *args]
-        done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True)
+        done = subprocess.run(["git", *args], cwd=self.folder, env=env, capture_output=True)
         if check and done.returncode:
             said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
             raise Stop(f"git {args[0]} failed in {self.folder}: {said[-1] if said else 'no output'}.")
@@ -40,6 +40,8 @@ class Workspace:
     def init(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.git("init", "-q", "-b", "upstream")
+        for key, value in CONFIG.items():  # in the repository, so that they hold for a person working in it as well
+            self.git("config", key, value)
 
     def commit(self, message: str) -> str:
         self.git("add", "-A")
