@@ -81,21 +81,6 @@ class Batch:
     out: torch.Tensor
     lse: torch.Tensor
 
-    def to(self, device) -> "Batch":
-        """The same values on another device."""
-
-        def move(value):
-            return value.to(device) if isinstance(value, torch.Tensor) else value
-
-        return Batch(
-            self.case,
-            move(self.q),
-            tuple(move(c) for c in self.caches),
-            {name: move(value) for name, value in self.arguments.items()},
-            move(self.out),
-            move(self.lse),
-        )
-
     def workspace(self) -> VerifyWorkspace:
         case = self.case
         planned = verify_workspace(
@@ -107,13 +92,13 @@ class Batch:
             d_v=case.d_v,
             device=self.q.device,
         )
-        if case.num_splits is None or self.q.device.type == "cpu":
-            return planned
-        size = (
-            planned.batch * case.num_splits * planned.max_rows * case.h_q * (case.d_v + 1)
-        )
-        buffer = torch.empty(4 * size, dtype=torch.uint8, device=self.q.device)
-        return replace(planned, buffer=buffer, num_splits=case.num_splits)
+        if case.num_splits is not None and self.q.is_cuda:
+            floats = planned.max_rows * case.h_q * (case.d_v + 1)  # partial O and LSE
+            size = 4 * planned.batch * case.num_splits * floats
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.q.device)
+            planned = replace(planned, buffer=buffer, num_splits=case.num_splits)
+        planned.buffer.fill_(255)  # NaN: its contents must not matter
+        return planned
 
     def run(self, workspace: Optional[VerifyWorkspace] = None, **changed):
         """Runs the op into `out` and `lse` and returns them; `changed` replaces keywords."""
@@ -141,7 +126,7 @@ def ancestor_words(trees: Sequence[Parents], words: int) -> torch.Tensor:
 
 
 def make_batch(case: Case, device="cpu") -> Batch:
-    """Random values. Every slot that the batch does not name holds NaN, and so do the tails of its last pages."""
+    """Random values, the same on every device. Slots that the batch does not name hold NaN, so page tails do too."""
     generator = torch.Generator().manual_seed(case.seed)
     rng = random.Random(case.seed)
     trees, h_q, h_kv = case.trees, case.h_q, case.h_kv
@@ -177,14 +162,14 @@ def make_batch(case: Case, device="cpu") -> Batch:
     def cache(d: int) -> torch.Tensor:
         values = torch.full((num_pages * case.page_size, h_kv, d), math.nan)
         values[used] = torch.randn(len(used), h_kv, d, generator=generator)
-        return values.to(case.kv_dtype or case.q_dtype)
+        return values.to(case.kv_dtype or case.q_dtype).to(device)
 
     def rows(d: int, fill=None) -> torch.Tensor:
         width = d + 64 if case.strided else d
         values = torch.randn(total_rows, h_q, width, generator=generator)
         if fill is not None:
             values.fill_(fill)
-        return values.to(case.q_dtype)[..., :d]
+        return values.to(case.q_dtype).to(device)[..., :d]
 
     arguments = dict(
         qo_indptr=_cumulative(len(t) for t in trees),
@@ -211,7 +196,11 @@ def make_batch(case: Case, device="cpu") -> Batch:
     caches = (cache(576),) if case.mla else (cache(case.d), cache(case.d))
     out = rows(case.d_v, fill=SENTINEL)
     lse = torch.full((total_rows, h_q), SENTINEL)
-    return Batch(case, rows(case.d_qk), caches, arguments, out, lse).to(device)
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+    return Batch(case, rows(case.d_qk), caches, arguments, out, lse.to(device))
 
 
 SENTINEL = 123.0  # in out and lse before a run: rows that no request owns keep it

@@ -101,9 +101,9 @@ TreeVerifyParams verify_params(const VerifyArgs& args) {
         kVectorBytes);
   }
 
+  Arg("qo_indptr", args.qo_indptr).on(q_arg);  // and the other index tensors with it
   set_index_params(params, args.qo_indptr, args.kv_indptr, args.kv_indices, args.prefix_lens, args.tree_slots,
                    args.ancestors, args.max_rows);
-  Arg("qo_indptr", args.qo_indptr).on(q_arg);  // and with it every index tensor
   Arg("tree_slots", args.tree_slots).shape({total_rows});
   if (args.sinks) {
     Arg("sinks", *args.sinks).on(q_arg).dtype({ScalarType::Float}).shape({h_q}).contiguous();
