@@ -6,7 +6,7 @@ import datetime
 from pathlib import Path
 
 from .devtree import dev
-from .series import Patch, Series, merge, write
+from .series import Patch, Series, merge, must_parse, write
 from .symbols import changed
 from .upstream import Pins, Release, Stop
 from .workspace import Workspace
@@ -71,19 +71,20 @@ def export(series: Series, upstream: Release, folder: Path) -> Patch:
     if not hunks:
         raise Stop(f"there is nothing to export: `git -C {folder} diff` is empty.")
     header = (folder / HEADER).read_text().rstrip() + "\n"
-    header = header.replace("\nSeam:\n", f"\nSeam: {', '.join(seams(hunks, upstream))}\n")
+    header = header.replace("\nSeam:\n", f"\nSeam: {', '.join(seams(name, hunks, upstream))}\n")
     patch = Patch.parse(name, header + Patch(name, {}, hunks).format())
     patches = [patch if p.name == name else p for p in series.patches]
     series.save(patches if patch in patches else [*patches, patch], upstream)
     return patch
 
 
-def seams(hunks: dict, upstream: Release) -> list[str]:
-    """module:Qual.name of everything that `hunks` change."""
+def seams(name: str, hunks: dict, upstream: Release) -> list[str]:
+    """module:Qual.name of everything that the `hunks` of patch `name` change."""
     out = []
     for path in sorted(hunks):
         before = upstream.read(path)
-        after, _ = merge(before, [Patch("", {}, hunks)], path)
+        after, _ = merge(before, [Patch(name, {}, hunks)], path)
+        must_parse(path, after, name)
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        out += [f"{module}:{name}" for name in sorted(changed(before, after))]
+        out += [f"{module}:{symbol}" for symbol in sorted(changed(before, after))]
     return out

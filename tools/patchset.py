@@ -13,10 +13,8 @@ from .rebase import rebase
 from .series import Series
 from .upstream import ROOT, Pins, Release, Stop, cache_dir
 
-DEV, EDIT, REBASE = ROOT / "build/dev", ROOT / "build/edit", ROOT / "build/rebase"
 
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: list[str] | None, root: Path) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.patchset", description=__doc__)
     parser.add_argument("--cache", type=Path, help="folder for upstream wheels ($XDG_CACHE_HOME/sglang-ddtree)")
     parser.add_argument("--python", help="build for this interpreter, e.g. cp312 (default: the running one)")
@@ -27,20 +25,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     command.add_argument("dir", type=Path)
     command = commands.add_parser("edit", help="make a tree to write or change PATCH in")
     command.add_argument("patch", help="FOLDER/PURPOSE.patch")
-    command.add_argument("--dir", type=Path, default=EDIT)
+    command.add_argument("--dir", type=Path, default=root / "build/edit")
     command = commands.add_parser("export", help="write the patch being edited back to patches/")
-    command.add_argument("--dir", type=Path, default=EDIT)
+    command.add_argument("--dir", type=Path, default=root / "build/edit")
     commands.add_parser("refresh", help="take up new patch files, regenerate hashes and seam digests")
     command = commands.add_parser("dev", help="assemble a tree to run, with links to our files")
-    command.add_argument("dir", nargs="?", type=Path, default=DEV)
+    command.add_argument("dir", nargs="?", type=Path, default=root / "build/dev")
     command = commands.add_parser("rebase", help="carry the series and upstream.toml to another release")
     command.add_argument("version")
-    command.add_argument("--dir", type=Path, default=REBASE, help="for the temporary repository (build/rebase)")
+    command.add_argument("--dir", type=Path, default=root / "build/rebase", help="for the temporary repository (build/rebase)")
     command.add_argument("--continue", dest="resume", action="store_true", help="after a conflict was mended there")
     command = commands.add_parser("provenance", help="look for lines that we share with upstream")
     command.add_argument("--also", type=Path, action="append", default=[], help="a further folder of others' sources")
     command = commands.add_parser("build", help="build the wheel into DIR, print its path")
-    command.add_argument("dir", nargs="?", type=Path, default=ROOT / "dist")
+    command.add_argument("dir", nargs="?", type=Path, default=root / "dist")
     return parser.parse_args(argv)
 
 
@@ -50,8 +48,8 @@ def report(wrong: list[str]) -> int:
     return 1 if wrong else 0
 
 
-def run(args: argparse.Namespace) -> int:
-    series, pins = Series(), Pins.load()
+def run(args: argparse.Namespace, root: Path) -> int:
+    series, pins = Series(root), Pins.load(root)
     upstream = Release.get(pins, python=args.python, cache=args.cache)
     match args.command:
         case "fetch":
@@ -83,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             cache = args.cache or cache_dir()
             rebase(series, pins, args.version, cache, args.dir.resolve(), args.resume, args.python)
         case "provenance":
-            return report([str(copy) for copy in provenance.check(ROOT, upstream, args.also)])
+            return report([str(copy) for copy in provenance.check(root, upstream, args.also)])
         case "build":
             path = args.dir.resolve() / wheel_name(pins, upstream)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,9 +90,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
+    """Run one command on the checkout `root`; returns the exit status."""
     try:
-        return run(parse(argv))
+        return run(parse(argv, root), root)
     except Stop as stop:
         return report([str(stop)])
 

@@ -67,10 +67,8 @@ class Patch:
             raise Stop(f"patches/{name}:{number}: {why}")
 
         patch, lines, key = cls(name, {}), text.rstrip("\n").split("\n"), None
-        at = 0
-        for at, line in enumerate(lines, 1):
-            if line.startswith("--- "):
-                break
+        start = next((i for i, line in enumerate(lines) if line.startswith("--- ")), len(lines))
+        for at, line in enumerate(lines[:start], 1):
             if match := re.match(r"([A-Z][\w-]*):\s*(.*)", line):
                 key, value = match.groups()
                 if key not in REQUIRED + OPTIONAL:
@@ -89,7 +87,7 @@ class Patch:
                     stop(1, f"{key} must be module:Qual.name (or module:{MODULE}), got {entry!r}.")
 
         path, added, due = None, None, 0
-        for number, line in enumerate(lines[at - 1 :], at):
+        for number, line in enumerate(lines[start:], start + 1):
             if due:
                 if not line.startswith("+"):
                     kind = "removed" if line.startswith("-") else "context"
@@ -114,6 +112,8 @@ class Patch:
                 stop(number, f"{line!r} has context or removed lines; a hunk must read '@@ -LINE,0 +LINE,COUNT @@'.")
             elif line.startswith("-"):
                 stop(number, f"removed line {line!r}: a patch may only add lines and carries no upstream line.")
+            elif line.startswith("+"):
+                stop(number, "the hunk has more lines than its @@ line says: correct the count.")
             else:
                 stop(number, f"context line {line!r}: a patch may only add lines and carries no upstream line.")
         if due or not all(patch.hunks.values()) or not patch.hunks:
@@ -168,6 +168,15 @@ def merge(source: bytes, patches: list[Patch], path: str) -> tuple[bytes, dict[s
             out.append(line)
             numbers.setdefault(name, []).append(len(out))
     return b"".join(out), numbers
+
+
+def must_parse(path: str, data: bytes, patches: str) -> None:
+    """Stop if the patched file `path` is Python no longer."""
+    try:
+        if path.endswith(".py"):
+            ast.parse(data)
+    except SyntaxError as error:
+        raise Stop(f"{path}:{error.lineno} is no Python any more ({error.msg}) after {patches}.") from None
 
 
 @dataclass
@@ -238,11 +247,7 @@ class Series:
             if path not in upstream:
                 raise Stop(f"sglang {upstream.wheel.version} has no {path}, which {names} changes: run the rebase.")
             out[path], _ = merge(upstream.read(path), self.patches, path)
-            if path.endswith(".py"):
-                try:
-                    ast.parse(out[path])
-                except SyntaxError as error:
-                    raise Stop(f"{path}:{error.lineno} is no Python any more ({error.msg}) after {names}.") from None
+            must_parse(path, out[path], names)
         return out
 
     def assemble(self, upstream: Release) -> dict[str, bytes]:

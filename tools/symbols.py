@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 MODULE = "<module>"
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -22,6 +23,7 @@ class Symbol:
     spans: tuple[tuple[int, int], ...]
 
 
+@lru_cache(maxsize=64)
 def symbols(source: bytes | str) -> dict[str, Symbol]:
     """Map `Class.method`, `function`, `Class` and `<module>` to their Symbol.
 
