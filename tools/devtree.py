@@ -15,7 +15,7 @@ STAMP = "patchset.json"  # in the .dist-info of a development tree: what it was 
 
 
 def replace(path: Path, make) -> None:
-    """Let make(temporary path) create a file, then move it onto `path` in one step."""
+    """Let make(temporary path) create a file or link, then move it onto `path` in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.new")
     tmp.unlink(missing_ok=True)
@@ -44,10 +44,17 @@ def dev(series: Series, pins: Pins, upstream: Release, folder: Path) -> None:
     fill = {**patched, **distinfo.files(pins, series, upstream), f"{info}/INSTALLER": b"patchset\n"}
     fill[f"{info}/{STAMP}"] = json.dumps(stamp, indent=1).encode()
 
+    def fill_in(path: Path, name: str, data: bytes) -> None:
+        def make(tmp: Path) -> None:
+            tmp.write_bytes(data)
+            tmp.chmod(upstream.mode(name) if name in upstream else 0o644)
+
+        replace(path, make)
+
     def put(base: Path) -> None:
         for name, data in fill.items():
             if not (base / name).is_file() or (base / name).read_bytes() != data:
-                replace(base / name, lambda tmp, data=data: tmp.write_bytes(data))
+                fill_in(base / name, name, data)
         for name, ours in series.overlay.items():
             if not (base / name).is_symlink() or os.readlink(base / name) != str(ours):
                 replace(base / name, lambda tmp, ours=ours: tmp.symlink_to(ours))
@@ -58,7 +65,7 @@ def dev(series: Series, pins: Pins, upstream: Release, folder: Path) -> None:
         old = {}
     if old.get("wheel") == upstream.wheel.sha256:
         for name in set(old["patched"]) - set(patched):
-            replace(folder / name, lambda tmp, name=name: tmp.write_bytes(upstream.read(name)))
+            fill_in(folder / name, name, upstream.read(name))
         for name in set(old["overlay"]) - set(series.overlay):
             (folder / name).unlink(missing_ok=True)
         put(folder)

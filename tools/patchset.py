@@ -96,6 +96,8 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
         return run(parse(argv, root), root)
     except Stop as stop:
         return report([str(stop)])
+    except OSError as error:  # a full disk, a folder that may not be written
+        return report([f"{error}."])
 
 
 if __name__ == "__main__":
