@@ -32,14 +32,16 @@
 #ifdef DDTREE_CUDA_KEYS
 
 #define DDTREE_IMPL(name, schema) m.impl("ddtree_" #name, TORCH_BOX(&ddtree::name##_cuda));
-STABLE_TORCH_LIBRARY_IMPL(sgl_kernel, CUDA, m) { DDTREE_OPS(DDTREE_IMPL) }
+STABLE_TORCH_LIBRARY_IMPL(sgl_kernel, CUDA, m){DDTREE_OPS(DDTREE_IMPL)}
 
 #else
 
 #define DDTREE_SCHEMA(name, schema) m.def("ddtree_" #name schema);
-STABLE_TORCH_LIBRARY_FRAGMENT(sgl_kernel, m) { DDTREE_OPS(DDTREE_SCHEMA) }
+STABLE_TORCH_LIBRARY_FRAGMENT(sgl_kernel, m){DDTREE_OPS(DDTREE_SCHEMA)}
 
 #define DDTREE_IMPL(name, schema) m.impl("ddtree_" #name, TORCH_BOX(&ddtree::name##_cpu));
-STABLE_TORCH_LIBRARY_IMPL(sgl_kernel, CPU, m) { DDTREE_OPS(DDTREE_IMPL) }
+STABLE_TORCH_LIBRARY_IMPL(sgl_kernel, CPU, m) {
+  DDTREE_OPS(DDTREE_IMPL)
+}
 
 #endif

@@ -1,4 +1,4 @@
-"""Tree-verify attention. On the CPU the op is compared with a float64 reference in torch, on CUDA with the CPU op."""
+"""Tree-verify attention: the CPU op against a float64 reference in torch, the CUDA op against the CPU op."""
 
 import math
 import random
@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import sgl_kernel.ddtree
 import torch
+from sgl_kernel.ddtree import VerifyWorkspace, verify_workspace
 from tree_verify_cases import (
     FP8,
     Case,
@@ -19,9 +21,6 @@ from tree_verify_cases import (
     random_tree,
     star,
 )
-
-import sgl_kernel.ddtree
-from sgl_kernel.ddtree import VerifyWorkspace, verify_workspace
 
 CUDA = ["cuda"] if torch.cuda.is_available() else []
 on_each_device = pytest.mark.parametrize("device", ["cpu", *CUDA])
@@ -65,13 +64,9 @@ CASES = {
         padding_rows=3,
     ),
     "all empty": Case(trees=((), ()), prefix_lens=(5, 0), padding_rows=4, max_rows=8),
-    "long beside short": Case(
-        trees=(chain(4), star(4), chain(4)), prefix_lens=(5000, 3, 1), num_splits=7
-    ),
+    "long beside short": Case(trees=(chain(4), star(4), chain(4)), prefix_lens=(5000, 3, 1), num_splits=7),
     "bound above the widest tree": Case(trees=(chain(5),), max_rows=256),
-    "pages": Case(
-        trees=(star(10), chain(7)), prefix_lens=(61, 65), page_size=16, h_q=8
-    ),
+    "pages": Case(trees=(star(10), chain(7)), prefix_lens=(61, 65), page_size=16, h_q=8),
     "pages of 64": Case(trees=(star(10),), prefix_lens=(129,), page_size=64),
     "int64 indices": Case(trees=(chain(9),), index_dtype=torch.int64),
     "strided": Case(trees=(chain(9),), strided=True, d=128),
@@ -81,14 +76,10 @@ CASES = {
     "window in the prefix": Case(
         trees=(random_tree(40, random.Random(3)),), prefix_lens=(300,), sliding_window=100
     ),
-    "window within the tree": Case(
-        trees=(chain(40),), prefix_lens=(300,), sliding_window=7, num_splits=4
-    ),
+    "window within the tree": Case(trees=(chain(40),), prefix_lens=(300,), sliding_window=7, num_splits=4),
     "window of the token itself": Case(trees=(chain(6),), sliding_window=0),
     "fp8": Case(trees=(star(9),), kv_dtype=FP8),
-    "fp8 with scales": Case(
-        trees=(star(9), chain(3)), prefix_lens=(70, 5), kv_dtype=FP8, scales=True
-    ),
+    "fp8 with scales": Case(trees=(star(9), chain(3)), prefix_lens=(70, 5), kv_dtype=FP8, scales=True),
     "all options": Case(
         trees=(random_tree(30, random.Random(5)), star(3)),
         prefix_lens=(400, 9),
@@ -115,12 +106,8 @@ CASES = {
         page_size=64,
         num_splits=5,
     ),
-    "MLA, window and cap": Case(
-        mla=True, h_q=4, h_kv=1, trees=(star(5),), sliding_window=9, logit_cap=9.0
-    ),
-    "MLA, fp8": Case(
-        mla=True, h_q=8, h_kv=1, trees=(star(9),), kv_dtype=FP8, scales=True
-    ),
+    "MLA, window and cap": Case(mla=True, h_q=4, h_kv=1, trees=(star(5),), sliding_window=9, logit_cap=9.0),
+    "MLA, fp8": Case(mla=True, h_q=8, h_kv=1, trees=(star(9),), kv_dtype=FP8, scales=True),
 }
 
 
@@ -130,7 +117,8 @@ def test_case(name, device):
     compare(CASES[name], device)
 
 
-# Every kernel instantiation: types x head size x tile height (which follows from the packed rows), split or not.
+# Every kernel instantiation: types x head size x tile height (which follows from the packed rows), split or
+# not.
 @on_each_device
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("rows", [3, 30, 90])
@@ -203,7 +191,7 @@ def test_float32(device):
 
 @on_each_device
 def test_duplicate_siblings_agree(device):
-    """Two siblings with the same token have the same q, K and V: each must get the same answer, whatever its row."""
+    """Siblings with the same token have the same q, K and V: each gets the same answer, whatever its row."""
     batch = make_batch(Case(trees=((-1, 0, 1, 0, 3),), prefix_lens=(77,)), device)
     slots = batch.arguments["tree_slots"].long()
     for first, second in ((1, 3), (2, 4)):
@@ -217,7 +205,7 @@ def test_duplicate_siblings_agree(device):
 
 @on_each_device
 def test_row_that_sees_nothing(device):
-    """A window of negative reach cannot be asked for, so clear a root's self bit: nothing is left at prefix length 0."""
+    """No argument makes one, so clear a root's self bit: at prefix length 0 nothing is left."""
     batch = make_batch(Case(trees=(chain(1),), prefix_lens=(0,)), device)
     batch.arguments["ancestors"].zero_()
     if device == "cpu":  # where the values are always checked
@@ -265,7 +253,7 @@ def test_same_bits_twice(mla, device):
     batch = make_batch(case, device)
     first = [x.clone() for x in batch.run()]
     for _ in range(3):
-        assert all(torch.equal(x, y) for x, y in zip(first, batch.run()))
+        assert all(torch.equal(x, y) for x, y in zip(first, batch.run(), strict=True))
 
 
 @on_cuda
@@ -278,9 +266,7 @@ def test_offsets_beyond_int32(mla, device):
     shift = 2**31 // case.d_qk + 1
     moved = []
     for cache in batch.caches:
-        pool = torch.empty(
-            (shift + cache.shape[0], *cache.shape[1:]), dtype=cache.dtype, device=device
-        )
+        pool = torch.empty((shift + cache.shape[0], *cache.shape[1:]), dtype=cache.dtype, device=device)
         pool[shift:] = cache
         moved.append(pool)
     arguments = batch.arguments
@@ -296,9 +282,7 @@ def test_offsets_beyond_int32(mla, device):
 @pytest.mark.parametrize("mla", [False, True])
 def test_a_million_tokens(mla, device):
     compare(
-        Case(
-            mla=mla, h_q=2, h_kv=1, trees=(star(3),), prefix_lens=(1_000_000,), page_size=64
-        ),
+        Case(mla=mla, h_q=2, h_kv=1, trees=(star(3),), prefix_lens=(1_000_000,), page_size=64),
         device,
     )
 
@@ -306,7 +290,7 @@ def test_a_million_tokens(mla, device):
 @on_cuda
 @pytest.mark.parametrize("mla", [False, True])
 def test_graph_replay(mla, device):
-    """One capture serves other lengths, slots, trees and values: same bits as eager, no wait for the device."""
+    """One capture serves other lengths, slots, trees and values: the same bits as eager, no host wait."""
 
     def case(trees, prefix_lens, seed):
         rows = sum(len(t) for t in trees)
@@ -337,8 +321,7 @@ def test_graph_replay(mla, device):
     pool_rows = max(b.caches[0].shape[0] for b in [first, *others])
     index_rows = max(b.arguments["kv_indices"].shape[0] for b in [first, *others])
     static_caches = tuple(
-        torch.full((pool_rows, *c.shape[1:]), math.nan, dtype=c.dtype, device=device)
-        for c in first.caches
+        torch.full((pool_rows, *c.shape[1:]), math.nan, dtype=c.dtype, device=device) for c in first.caches
     )
     static = {
         name: value.clone() if isinstance(value, torch.Tensor) else value
@@ -350,7 +333,7 @@ def test_graph_replay(mla, device):
 
     def load(batch):
         q.copy_(batch.q)
-        for pool, cache in zip(static_caches, batch.caches):
+        for pool, cache in zip(static_caches, batch.caches, strict=True):
             pool.fill_(math.nan)
             pool[: cache.shape[0]] = cache
         for name, value in batch.arguments.items():
@@ -395,7 +378,9 @@ def test_runs_on_the_current_stream(device):
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # cycles; a launch on another stream would read q while it is still zero
+        torch.cuda._sleep(
+            20_000_000
+        )  # cycles; a launch on another stream would read q while it is still zero
         q.copy_(batch.q)
         batch.run(workspace, q=q)
     stream.synchronize()
@@ -503,7 +488,10 @@ WRONG_ARGUMENTS = {
         r"workspace: expected one for 1 requests or more, got one for 0",
     ),
     "sm_scale": (replaced(sm_scale=0.0), r"sm_scale: expected a positive number, got 0"),
-    "logit_cap": (replaced(logit_cap=-1.0), r"logit_cap: expected a positive number, or 0 for no cap, got -1"),
+    "logit_cap": (
+        replaced(logit_cap=-1.0),
+        r"logit_cap: expected a positive number, or 0 for no cap, got -1",
+    ),
     "sinks dtype": (
         lambda b: {"sinks": b.q.new_zeros(4)},
         r"sinks: expected dtype float32, got bfloat16",
@@ -629,9 +617,7 @@ WRONG_VALUES = {
 @pytest.mark.parametrize("name", WRONG_VALUES)
 def test_wrong_value(name, mla, device):
     change, message = WRONG_VALUES[name]
-    case = Case(
-        mla=mla, h_kv=1, trees=(chain(5), chain(2)), prefix_lens=(37, 9), padding_rows=1
-    )
+    case = Case(mla=mla, h_kv=1, trees=(chain(5), chain(2)), prefix_lens=(37, 9), padding_rows=1)
     batch = make_batch(case, device)
     with pytest.raises(ValueError, match=message):
         batch.run(debug=True, **change(batch))
@@ -679,12 +665,12 @@ def test_plan(device):
 def op_arguments(batch) -> tuple:
     """A GQA batch as the bare op takes it."""
     workspace, a = batch.workspace(), batch.arguments
-    names = "qo_indptr kv_indptr kv_indices prefix_lens tree_slots ancestors sinks k_scale v_scale sm_scale logit_cap"
+    names = "qo_indptr kv_indptr kv_indices prefix_lens tree_slots ancestors "
+    names += "sinks k_scale v_scale sm_scale logit_cap sliding_window"
     return (
         batch.q,
         *batch.caches,
         *(a[name] for name in names.split()),
-        a["sliding_window"],
         workspace.max_rows,
         workspace.num_splits,
         workspace.buffer,
@@ -695,7 +681,7 @@ def op_arguments(batch) -> tuple:
 
 @on_each_device
 def test_opcheck(device):
-    """Schema (what is mutated and what aliases), fake tensors and autograd registration as torch wants them."""
+    """Schema (what is mutated, what aliases), fake tensors and autograd registration as torch wants them."""
     batch = make_batch(Case(sinks=True), device)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
@@ -706,10 +692,7 @@ def test_opcheck(device):
 
 
 def test_meta():
-    arguments = [
-        x.to("meta") if isinstance(x, torch.Tensor) else x
-        for x in op_arguments(make_batch(Case()))
-    ]
+    arguments = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in op_arguments(make_batch(Case()))]
     assert torch.ops.sgl_kernel.ddtree_verify_gqa(*arguments) is None
 
 

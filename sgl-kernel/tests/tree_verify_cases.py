@@ -1,14 +1,13 @@
-"""Batches for the tree-verify tests: random trees over a poisoned paged KV pool, and a float64 reference in torch."""
+"""Batches for the tree-verify tests: random trees over a poisoned paged KV pool, and a float64 reference."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Optional, Sequence
 
 import torch
-
 from sgl_kernel.ddtree import (
     VerifyWorkspace,
     verify_gqa,
@@ -17,7 +16,8 @@ from sgl_kernel.ddtree import (
 )
 
 FP8 = torch.float8_e4m3fn
-Parents = tuple  # parent of each tree row, the root's being -1; parents come before children; () is an empty request
+# Parent of each tree row, the root's being -1; parents come before children. () is an empty request.
+Parents = tuple
 
 
 def chain(rows: int) -> Parents:
@@ -45,7 +45,7 @@ class Case:
     d: int = 64
     mla: bool = False
     q_dtype: torch.dtype = torch.bfloat16
-    kv_dtype: Optional[torch.dtype] = None  # None: q's
+    kv_dtype: torch.dtype | None = None  # None: q's
     page_size: int = 1
     index_dtype: torch.dtype = torch.int32
     sliding_window: int = -1
@@ -54,8 +54,8 @@ class Case:
     scales: bool = False
     strided: bool = False  # q and out are slices of wider tensors, as after a fused QKV projection
     padding_rows: int = 0  # rows of q that no request owns
-    max_rows: Optional[int] = None  # None: the widest tree
-    num_splits: Optional[int] = None  # None: as planned
+    max_rows: int | None = None  # None: the widest tree
+    num_splits: int | None = None  # None: as planned
     seed: int = 0
 
     @property
@@ -100,7 +100,7 @@ class Batch:
         planned.buffer.fill_(255)  # NaN: its contents must not matter
         return planned
 
-    def run(self, workspace: Optional[VerifyWorkspace] = None, **changed):
+    def run(self, workspace: VerifyWorkspace | None = None, **changed):
         """Runs the op into `out` and `lse` and returns them; `changed` replaces keywords."""
         arguments = dict(
             self.arguments,
@@ -126,7 +126,7 @@ def ancestor_words(trees: Sequence[Parents], words: int) -> torch.Tensor:
 
 
 def make_batch(case: Case, device="cpu") -> Batch:
-    """Random values, the same on every device. Slots that the batch does not name hold NaN, so page tails do too."""
+    """Random values, the same on every device. Slots it does not name, page tails too, hold NaN."""
     generator = torch.Generator().manual_seed(case.seed)
     rng = random.Random(case.seed)
     trees, h_q, h_kv = case.trees, case.h_q, case.h_kv
@@ -134,19 +134,20 @@ def make_batch(case: Case, device="cpu") -> Batch:
     total_rows = tree_rows + case.padding_rows
     max_rows = case.max_rows or max(1, *(len(t) for t in trees))
 
-    # Pages of all requests in random order; a request's tail page holds its tree after its prefix, as in SGLang.
-    pages_of = [
-        -(-(length + len(tree)) // case.page_size)
-        for tree, length in zip(trees, case.prefix_lens)
-    ]
+    # Pages of all requests in random order; a request's tail page holds its tree after its prefix, as in
+    # SGLang.
+    tokens_of = [length + len(tree) for tree, length in zip(trees, case.prefix_lens, strict=True)]
+    pages_of = [-(-tokens // case.page_size) for tokens in tokens_of]
     num_pages = sum(pages_of) + 2  # two that nobody owns
     free = list(range(num_pages))
     rng.shuffle(free)
     kv_indices, tree_slots, kv_indptr = [], [], [0]
-    for tree, length, pages in zip(trees, case.prefix_lens, pages_of):
+    for tree, length, pages in zip(trees, case.prefix_lens, pages_of, strict=True):
         owned = [free.pop() for _ in range(pages)]
         slots = [p * case.page_size + i for p in owned for i in range(case.page_size)]
-        kv_indices += slots[:length] + [free[0] * case.page_size] * 3  # entries past prefix_lens name a poisoned slot
+        kv_indices += (
+            slots[:length] + [free[0] * case.page_size] * 3
+        )  # entries past prefix_lens name a poisoned slot
         tree_slots += slots[length : length + len(tree)]
         kv_indptr.append(len(kv_indices))
     used = sorted(
@@ -177,9 +178,7 @@ def make_batch(case: Case, device="cpu") -> Batch:
         kv_indices=torch.tensor(kv_indices, dtype=case.index_dtype),
         prefix_lens=torch.tensor(case.prefix_lens, dtype=torch.int32),
         tree_slots=torch.tensor(tree_slots, dtype=case.index_dtype),
-        ancestors=ancestor_words(
-            trees + (chain(case.padding_rows),), -(-max_rows // 64)
-        ),
+        ancestors=ancestor_words(trees + (chain(case.padding_rows),), -(-max_rows // 64)),
         sm_scale=case.d_qk**-0.5,
         logit_cap=case.logit_cap,
         sliding_window=case.sliding_window,
@@ -190,9 +189,7 @@ def make_batch(case: Case, device="cpu") -> Batch:
     else:
         arguments["k_scale"] = scale
         arguments["v_scale"] = torch.tensor([1.6]) if case.scales else None
-        arguments["sinks"] = (
-            torch.randn(h_q, generator=generator) if case.sinks else None
-        )
+        arguments["sinks"] = torch.randn(h_q, generator=generator) if case.sinks else None
     caches = (cache(576),) if case.mla else (cache(case.d), cache(case.d))
     out = rows(case.d_v, fill=SENTINEL)
     lse = torch.full((total_rows, h_q), SENTINEL)
@@ -207,7 +204,7 @@ SENTINEL = 123.0  # in out and lse before a run: rows that no request owns keep 
 
 
 def expected(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, h_q, d_v], lse [T, h_q]) in float64, by the definition: one dense softmax a request. CPU batches only."""
+    """(out [T, h_q, d_v], lse [T, h_q]) in float64: one dense softmax a request. For a batch on the CPU."""
     case, arguments = batch.case, batch.arguments
     out = torch.full(batch.out.shape, SENTINEL, dtype=torch.float64)
     lse = torch.full(batch.lse.shape, SENTINEL, dtype=torch.float64)
@@ -216,7 +213,7 @@ def expected(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     k_scale = arguments["kv_scale" if case.mla else "k_scale"]
     v_scale = k_scale if case.mla else arguments["v_scale"]
     row = 0
-    for request, (parents, prefix_len) in enumerate(zip(case.trees, case.prefix_lens)):
+    for request, (parents, prefix_len) in enumerate(zip(case.trees, case.prefix_lens, strict=True)):
         n = len(parents)
         if n == 0:
             continue
@@ -236,9 +233,7 @@ def expected(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
                 sees[node] = sees[parent]
             sees[node, prefix_len + node] = True
         if case.sliding_window >= 0:
-            position = torch.tensor(
-                [*range(prefix_len), *(prefix_len + x for x in depth)]
-            )
+            position = torch.tensor([*range(prefix_len), *(prefix_len + x for x in depth)])
             sees &= position >= position[prefix_len:, None] - case.sliding_window
 
         group = case.h_q // case.h_kv
@@ -247,9 +242,7 @@ def expected(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         if k_scale is not None:
             k, v = k * k_scale.double(), v * v_scale.double()
         v = torch.where(sees.any(0)[:, None, None], v, 0.0)
-        logits = arguments["sm_scale"] * torch.einsum(
-            "qhd,khd->hqk", batch.q[row : row + n].double(), k
-        )
+        logits = arguments["sm_scale"] * torch.einsum("qhd,khd->hqk", batch.q[row : row + n].double(), k)
         if case.logit_cap:
             logits = case.logit_cap * torch.tanh(logits / case.logit_cap)
         logits = logits.masked_fill(~sees, -math.inf)
@@ -264,9 +257,10 @@ def expected(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-# Largest error of a row of O, relative to the row's norm. O is rounded to q's type (2^-9 and 2^-12 in norm at most) and
-# the kernels round the softmax weights to the same type; the sums are float32 or wider. float8_e4m3 values are exact in
-# both types, so a float8 cache needs no wider bound: the reference reads the same quantized cache.
+# Largest error of a row of O, relative to the row's norm. O is rounded to q's type (2^-9 and 2^-12 in norm at
+# most) and the kernels round the softmax weights to the same type; the sums are float32 or wider. float8_e4m3
+# values are exact in both types, so a float8 cache needs no wider bound: the reference reads the same
+# quantized cache.
 O_TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 # Absolute, natural logarithm. The products are exact in float32 and logits are of order 1 to 50.
 LSE_TOLERANCE = 1e-3
@@ -276,7 +270,9 @@ def assert_close(batch: Batch, want_out: torch.Tensor, want_lse: torch.Tensor) -
     """Compares a batch's out and lse with the reference's, unowned rows included."""
     out, lse = batch.out.cpu().double(), batch.lse.cpu().double()
     want_out, want_lse = want_out.cpu().double(), want_lse.cpu().double()
-    assert torch.isfinite(out).all(), f"{batch.case}: {int((~torch.isfinite(out)).sum())} values of out not finite"
+    assert torch.isfinite(out).all(), (
+        f"{batch.case}: {int((~torch.isfinite(out)).sum())} values of out not finite"
+    )
     error = (out - want_out).norm(dim=-1) / want_out.norm(dim=-1).clamp_min(1e-6)
     tolerance = O_TOLERANCE[batch.case.q_dtype]
     worst = error.max().item() if error.numel() else 0.0

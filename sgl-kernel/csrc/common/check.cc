@@ -43,7 +43,8 @@ const Arg& Arg::dtype(std::initializer_list<ScalarType> allowed) const {
   const ScalarType actual = tensor_.scalar_type();
   if (std::find(allowed.begin(), allowed.end(), actual) == allowed.end()) {
     std::string expected = "dtype ";
-    for (ScalarType type : allowed) expected += (type == *allowed.begin() ? "" : " or ") + std::string(dtype_name(type));
+    for (ScalarType type : allowed)
+      expected += (type == *allowed.begin() ? "" : " or ") + std::string(dtype_name(type));
     fail(name_, expected, dtype_name(actual));
   }
   return *this;

@@ -24,7 +24,8 @@ DType dtype_of(const Tensor& tensor) {
 
 const float* scale_pointer(const char* name, const OptionalTensor& scale, const Arg& q, const Tensor& k_cache) {
   if (!scale) return nullptr;
-  check(k_cache.scalar_type() == ScalarType::Float8_e4m3fn, name, "None unless the KV cache is float8_e4m3fn", "a tensor");
+  check(k_cache.scalar_type() == ScalarType::Float8_e4m3fn, name, "None unless the KV cache is float8_e4m3fn",
+        "a tensor");
   Arg(name, *scale).on(q).dtype({ScalarType::Float});
   check(scale->numel() == 1, name, "one element", "shape " + shape_string(*scale));
   return scale->const_data_ptr<float>();
@@ -97,8 +98,12 @@ TreeVerifyParams verify_params(const VerifyArgs& args) {
     check(h_kv >= 1 && h_q % h_kv == 0, "q", "a multiple of the cache's " + std::to_string(h_kv) + " heads",
           std::to_string(h_q) + " heads");
     d_v = v.dim() == 3 ? v.size(2) : d_qk;
-    Arg("v_cache", v).on(q_arg).dtype({k.scalar_type()}).shape({k.size(0), h_kv, d_qk}).last_dim_contiguous().aligned(
-        kVectorBytes);
+    Arg("v_cache", v)
+        .on(q_arg)
+        .dtype({k.scalar_type()})
+        .shape({k.size(0), h_kv, d_qk})
+        .last_dim_contiguous()
+        .aligned(kVectorBytes);
   }
 
   Arg("qo_indptr", args.qo_indptr).on(q_arg);  // and the other index tensors with it
@@ -116,8 +121,12 @@ TreeVerifyParams verify_params(const VerifyArgs& args) {
   check(args.logit_cap >= 0, "logit_cap", "a positive number, or 0 for no cap", args.logit_cap);
   check(args.num_splits >= 1, "num_splits", "1 or more", args.num_splits);
 
-  Arg("o", o).on(q_arg).dtype({q.scalar_type()}).shape({total_rows, h_q, d_v}).last_dim_contiguous().aligned(
-      kVectorBytes);
+  Arg("o", o)
+      .on(q_arg)
+      .dtype({q.scalar_type()})
+      .shape({total_rows, h_q, d_v})
+      .last_dim_contiguous()
+      .aligned(kVectorBytes);
   if (args.lse) {
     Arg("lse", *args.lse).on(q_arg).dtype({ScalarType::Float}).shape({total_rows, h_q}).contiguous();
     params.lse = args.lse->mutable_data_ptr<float>();

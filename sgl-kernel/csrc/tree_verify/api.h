@@ -38,8 +38,9 @@ void verify_gqa(Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, Tens
                 Tensor prefix_lens, Tensor tree_slots, Tensor ancestors, OptionalTensor sinks, OptionalTensor k_scale,
                 OptionalTensor v_scale, double sm_scale, double logit_cap, int64_t sliding_window, int64_t max_rows,
                 int64_t num_splits, Tensor workspace, Tensor o, OptionalTensor lse) {
-  run({false, q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors, sinks, k_scale,
-       v_scale, sm_scale, logit_cap, sliding_window, max_rows, num_splits, workspace, o, lse});
+  run({false,      q,          k_cache,   v_cache, qo_indptr, kv_indptr, kv_indices, prefix_lens,
+       tree_slots, ancestors,  sinks,     k_scale, v_scale,   sm_scale,  logit_cap,  sliding_window,
+       max_rows,   num_splits, workspace, o,       lse});
 }
 
 template <void (*run)(const VerifyArgs&)>
@@ -47,8 +48,9 @@ void verify_mla(Tensor q, Tensor kv_cache, Tensor qo_indptr, Tensor kv_indptr, T
                 Tensor tree_slots, Tensor ancestors, OptionalTensor kv_scale, double sm_scale, double logit_cap,
                 int64_t sliding_window, int64_t max_rows, int64_t num_splits, Tensor workspace, Tensor o,
                 OptionalTensor lse) {
-  run({true, q, kv_cache, kv_cache, qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors, std::nullopt,
-       kv_scale, kv_scale, sm_scale, logit_cap, sliding_window, max_rows, num_splits, workspace, o, lse});
+  run({true,       q,          kv_cache,     kv_cache, qo_indptr, kv_indptr, kv_indices, prefix_lens,
+       tree_slots, ancestors,  std::nullopt, kv_scale, kv_scale,  sm_scale,  logit_cap,  sliding_window,
+       max_rows,   num_splits, workspace,    o,        lse});
 }
 
 inline constexpr auto& verify_gqa_cpu = verify_gqa<run_verify_cpu>;

@@ -31,8 +31,8 @@ std::tuple<int64_t, int64_t> verify_plan_cuda(Tensor like, int64_t b, int64_t ma
   params.h_kv = static_cast<int32_t>(h_kv);
   params.d_qk = static_cast<int32_t>(d_qk);
   params.d_v = static_cast<int32_t>(d_v);
-  params.num_splits = choose_num_splits(params.b, params.max_rows, params.h_q, params.h_kv, params.d_qk, params.d_v,
-                                        sm_count);
+  params.num_splits =
+      choose_num_splits(params.b, params.max_rows, params.h_q, params.h_kv, params.d_qk, params.d_v, sm_count);
   return {params.num_splits, workspace_bytes(params)};
 }
 

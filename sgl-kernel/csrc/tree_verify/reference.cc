@@ -17,8 +17,8 @@
 namespace ddtree {
 namespace {
 
-constexpr int64_t kRowTile = 4;        // rows that share one load of B
-constexpr int64_t kRowsPerItem = 32;   // packed rows (node x head of the group) of a work item
+constexpr int64_t kRowTile = 4;       // rows that share one load of B
+constexpr int64_t kRowsPerItem = 32;  // packed rows (node x head of the group) of a work item
 constexpr int64_t kTokensPerBlock = 64;
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
@@ -78,7 +78,9 @@ int32_t depth_of(const uint64_t* words, int32_t num_words) {
   return bits - 1;
 }
 
-bool bit_of(const uint64_t* words, int64_t node) { return words[node / kAncestorWordBits] >> (node % kAncestorWordBits) & 1; }
+bool bit_of(const uint64_t* words, int64_t node) {
+  return words[node / kAncestorWordBits] >> (node % kAncestorWordBits) & 1;
+}
 
 int64_t chunks_per_head(const TreeVerifyParams& p) {
   const int64_t packed = int64_t{p.max_rows} * (p.h_q / p.h_kv);
@@ -135,7 +137,8 @@ class Item {
       write(p_.q_dtype, p_.o, row(m) * p_.o_stride_t + head(m) * p_.o_stride_h, p_.d_v, &o_[m * p_.d_v],
             sum_[m] > 0 ? v_scale / sum_[m] : 0.0);
       if (p_.lse) {
-        p_.lse[row(m) * p_.h_q + head(m)] = static_cast<float>(sum_[m] > 0 ? max_[m] + std::log(sum_[m]) : kMinusInfinity);
+        p_.lse[row(m) * p_.h_q + head(m)] =
+            static_cast<float>(sum_[m] > 0 ? max_[m] + std::log(sum_[m]) : kMinusInfinity);
       }
     }
   }
@@ -260,7 +263,8 @@ std::string check_values(const TreeVerifyParams& p, int64_t num_kv_indices) {
                    p.kv_indptr[r + 1]);
     }
     if (p.prefix_lens[r] < 0 || p.prefix_lens[r] > room) {
-      return wrong(at("prefix_lens", r), "0 to " + std::to_string(room) + " (what kv_indptr leaves it)", p.prefix_lens[r]);
+      return wrong(at("prefix_lens", r), "0 to " + std::to_string(room) + " (what kv_indptr leaves it)",
+                   p.prefix_lens[r]);
     }
     for (int64_t i = kv_begin; i < kv_begin + p.prefix_lens[r]; ++i) {
       if (auto error = slot_wrong("kv_indices", p.kv_indices, p.kv_indices_is_64, i); !error.empty()) return error;
@@ -273,8 +277,8 @@ std::string check_values(const TreeVerifyParams& p, int64_t num_kv_indices) {
       }
       for (int64_t node = rows; node < int64_t{p.words} * kAncestorWordBits; ++node) {
         if (bit_of(words, node)) {
-          return wrong(at("ancestors", row),
-                       "bits inside its request (nodes 0 to " + std::to_string(rows - 1) + ")", node);
+          return wrong(at("ancestors", row), "bits inside its request (nodes 0 to " + std::to_string(rows - 1) + ")",
+                       node);
         }
       }
     }

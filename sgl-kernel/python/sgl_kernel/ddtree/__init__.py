@@ -1,4 +1,4 @@
-"""Draft-tree ops for tree-structured speculative decoding: CPU, CUDA and Meta keys under torch.ops.sgl_kernel."""
+"""Draft-tree ops for tree-structured speculative decoding, under torch.ops.sgl_kernel."""
 
 from . import _library  # noqa: F401  registers the ops that the modules below name
 from .tree import ancestor_depth

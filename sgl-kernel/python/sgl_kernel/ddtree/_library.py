@@ -11,7 +11,8 @@ def load() -> None:
     """Registers the ops under torch.ops.sgl_kernel: the CPU keys always, the CUDA keys where torch has CUDA.
 
     Raises:
-        ImportError: the CPU library is missing (the package was not built), or torch is older than its stable ABI.
+        ImportError: the CPU library is missing (the package was not built), or torch is older than its stable
+            ABI.
     """
     cpu_library = _FOLDER / "_ddtree_cpu.so"
     if not cpu_library.exists():

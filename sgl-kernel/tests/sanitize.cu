@@ -1,0 +1,226 @@
+// A small case of every tree-verify kernel instantiation, without torch, against the CPU reference. Meant to run under
+// compute-sanitizer (sanitize.sh), and quick enough to be the first thing to try on a new card. Slots of the pool that
+// no request names are never written, so initcheck sees any read of them; the workspace is not initialized either.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "common/float_types.h"
+#include "tree_verify/launch.h"
+#include "tree_verify/reference.h"
+
+using namespace ddtree;
+
+namespace {
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
+  std::exit(2);
+}
+
+// Host bytes and their device twin.
+struct Buffer {
+  std::vector<char> host;
+  void* device = nullptr;
+
+  explicit Buffer(size_t bytes) : host(bytes) { check(cudaMalloc(&device, std::max<size_t>(bytes, 1)), "cudaMalloc"); }
+  template <typename T>
+  explicit Buffer(const std::vector<T>& values) : Buffer(values.size() * sizeof(T)) {
+    std::memcpy(host.data(), values.data(), host.size());
+    upload(0, host.size());
+  }
+  Buffer(const Buffer&) = delete;
+  ~Buffer() { cudaFree(device); }
+
+  void upload(size_t offset, size_t bytes) {
+    check(cudaMemcpy(static_cast<char*>(device) + offset, host.data() + offset, bytes, cudaMemcpyHostToDevice),
+          "upload");
+  }
+};
+
+int bytes_of(DType type) { return type == DType::kFloat8E4M3 ? 1 : 2; }
+
+struct Shape {
+  DType q_dtype, kv_dtype;
+  int d_qk, d_v, h_q, rows, num_splits;
+  bool options;  // sliding window, cap, sinks, scales
+};
+
+std::string describe(const Shape& s) {
+  char text[128];
+  std::snprintf(text, sizeof text, "q %s, KV %s, head size %d, %d rows x %d heads, %d splits",
+                s.q_dtype == DType::kBFloat16 ? "bf16" : "fp16", s.kv_dtype == DType::kFloat8E4M3 ? "fp8" : "as q",
+                s.d_qk, s.rows, s.h_q, s.num_splits);
+  return text;
+}
+
+std::mt19937 rng(0);
+
+// Random values with magnitude below 2, in any of the types.
+void fill(DType type, char* out, int64_t count) {
+  std::uniform_real_distribution<float> uniform(-2, 2);
+  for (int64_t i = 0; i < count; ++i) {
+    if (type == DType::kFloat8E4M3) {
+      out[i] = static_cast<char>((rng() & 0x80) | rng() % 0x40);
+    } else {
+      const float value = uniform(rng);
+      const uint16_t bits = type == DType::kBFloat16 ? BFloat16::round(value).bits : Float16::round(value).bits;
+      std::memcpy(out + 2 * i, &bits, 2);
+    }
+  }
+}
+
+float load(DType type, const char* in, int64_t i) {
+  uint16_t bits;
+  std::memcpy(&bits, in + 2 * i, 2);
+  return type == DType::kBFloat16 ? float{BFloat16{bits}} : float{Float16{bits}};
+}
+
+// Runs one launch and returns the largest difference to the reference, in units of the largest value of O.
+double run(const Shape& s) {
+  const bool mla = s.d_qk == kMlaQkDim;
+  const int h_kv = 1, b = 3, words = (s.rows + kAncestorWordBits - 1) / kAncestorWordBits;
+  const std::vector<int32_t> rows = {s.rows, 0, 2}, prefix = {45, 7, 0};
+  const int total = s.rows + 2, num_slots = total + 45 + 9;
+  std::vector<int32_t> qo_indptr = {0}, kv_indptr = {0}, slots(num_slots);
+  for (int r = 0; r < b; ++r) {
+    qo_indptr.push_back(qo_indptr.back() + rows[r]);
+    kv_indptr.push_back(kv_indptr.back() + prefix[r]);
+  }
+  std::iota(slots.begin(), slots.end(), 0);
+  std::shuffle(slots.begin(), slots.end(), rng);
+  const std::vector<int32_t> tree_slots(slots.begin(), slots.begin() + total);
+  const std::vector<int32_t> kv_indices(slots.begin() + total, slots.begin() + total + kv_indptr.back());
+  std::vector<uint64_t> ancestors(int64_t{total} * words, 0);
+  for (int r = 0; r < b; ++r) {
+    for (int i = 0; i < rows[r]; ++i) {
+      uint64_t* row = &ancestors[int64_t{qo_indptr[r] + i} * words];
+      if (i > 0) std::copy_n(&ancestors[int64_t{qo_indptr[r]} * words + int64_t(rng() % i) * words], words, row);
+      row[i / kAncestorWordBits] |= uint64_t{1} << (i % kAncestorWordBits);
+    }
+  }
+
+  Buffer q(int64_t{total} * s.h_q * s.d_qk * 2), o(int64_t{total} * s.h_q * s.d_v * 2), lse(int64_t{total} * s.h_q * 4);
+  fill(s.q_dtype, q.host.data(), q.host.size() / 2);
+  q.upload(0, q.host.size());
+  const auto cache_bytes = [&](int d) { return int64_t{num_slots} * h_kv * d * bytes_of(s.kv_dtype); };
+  Buffer k(cache_bytes(s.d_qk)), v(mla ? 0 : cache_bytes(s.d_v));
+  for (int i = 0; i < total + 45; ++i) {
+    for (Buffer* cache : {&k, &v}) {
+      const size_t bytes = cache->host.size() / num_slots;
+      if (bytes == 0) continue;
+      fill(s.kv_dtype, cache->host.data() + slots[i] * bytes, bytes / bytes_of(s.kv_dtype));
+      cache->upload(slots[i] * bytes, bytes);
+    }
+  }
+  Buffer qo_indptr_(qo_indptr), kv_indptr_(kv_indptr), kv_indices_(kv_indices), prefix_(prefix), tree_(tree_slots),
+      ancestors_(ancestors), sinks(std::vector<float>(s.h_q, 0.5f)), scale(std::vector<float>{0.75f});
+
+  TreeVerifyParams p{};
+  p.q_stride_t = int64_t{s.h_q} * s.d_qk;
+  p.q_stride_h = s.d_qk;
+  p.o_stride_t = int64_t{s.h_q} * s.d_v;
+  p.o_stride_h = s.d_v;
+  p.k_stride_slot = p.k_stride_h = s.d_qk;
+  p.v_stride_slot = p.v_stride_h = mla ? s.d_qk : s.d_v;
+  p.num_slots = num_slots;
+  p.sm_scale = 1.0f / std::sqrt(static_cast<float>(s.d_qk));
+  p.logit_cap = s.options ? 8.0f : 0.0f;
+  p.sliding_window = s.options ? 21 : -1;
+  p.b = b;
+  p.total_rows = total;
+  p.max_rows = s.rows;
+  p.words = words;
+  p.h_q = s.h_q;
+  p.h_kv = h_kv;
+  p.d_qk = s.d_qk;
+  p.d_v = s.d_v;
+  p.num_splits = s.num_splits;
+  p.q_dtype = s.q_dtype;
+  p.kv_dtype = s.kv_dtype;
+  const auto point = [&](auto at) {
+    p.q = at(q);
+    p.o = at(o);
+    p.lse = static_cast<float*>(at(lse));
+    p.k_cache = at(k);
+    p.v_cache = mla ? p.k_cache : at(v);
+    p.qo_indptr = static_cast<const int32_t*>(at(qo_indptr_));
+    p.kv_indptr = static_cast<const int32_t*>(at(kv_indptr_));
+    p.kv_indices = at(kv_indices_);
+    p.prefix_lens = static_cast<const int32_t*>(at(prefix_));
+    p.tree_slots = at(tree_);
+    p.ancestors = static_cast<const uint64_t*>(at(ancestors_));
+    p.sinks = s.options && !mla ? static_cast<const float*>(at(sinks)) : nullptr;
+    p.k_scale = p.v_scale = s.kv_dtype == DType::kFloat8E4M3 ? static_cast<const float*>(at(scale)) : nullptr;
+  };
+
+  point([](Buffer& buffer) { return buffer.device; });
+  p.workspace_bytes = workspace_bytes(p);
+  Buffer workspace(p.workspace_bytes);
+  p.workspace = workspace.device;
+  const std::string name = describe(s);
+  check(mla ? launch_mla(p, nullptr) : launch_gqa(p, nullptr), name.c_str());
+  check(cudaDeviceSynchronize(), name.c_str());
+  std::vector<char> got_o(o.host.size()), got_lse(lse.host.size());
+  check(cudaMemcpy(got_o.data(), o.device, got_o.size(), cudaMemcpyDeviceToHost), "download");
+  check(cudaMemcpy(got_lse.data(), lse.device, got_lse.size(), cudaMemcpyDeviceToHost), "download");
+
+  point([](Buffer& buffer) { return static_cast<void*>(buffer.host.data()); });
+  if (const std::string error = check_values(p, kv_indices.size()); !error.empty()) {
+    std::fprintf(stderr, "%s: %s\n", name.c_str(), error.c_str());
+    std::exit(2);
+  }
+  reference_run(p, 0, reference_num_items(p));
+  double largest = 0, difference = 0;
+  for (int64_t i = 0; i < int64_t{total} * s.h_q * s.d_v; ++i) {
+    const double want = load(s.q_dtype, o.host.data(), i), got = load(s.q_dtype, got_o.data(), i);
+    largest = std::max(largest, std::fabs(want));
+    difference = std::isnan(got) ? INFINITY : std::max(difference, std::fabs(want - got));
+  }
+  for (int64_t i = 0; i < int64_t{total} * s.h_q; ++i) {
+    float want, got;
+    std::memcpy(&want, lse.host.data() + 4 * i, 4);
+    std::memcpy(&got, got_lse.data() + 4 * i, 4);
+    if (!(std::fabs(want - got) <= 1e-3)) difference = INFINITY;
+  }
+  return difference / largest;
+}
+
+}  // namespace
+
+int main() {
+  int failed = 0, launches = 0;
+  for (DType q_dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (DType kv_dtype : {q_dtype, DType::kFloat8E4M3}) {
+      for (int num_splits : {1, 3}) {
+        std::vector<Shape> shapes;
+        const bool options = num_splits == 3;
+        for (int d : {64, 96, 128, 192, 256}) {
+          // Two heads a KV head: 6, 40 and 80 packed rows take the three tile heights.
+          for (int rows : {3, 20, 40}) shapes.push_back({q_dtype, kv_dtype, d, d, 2, rows, num_splits, options});
+        }
+        shapes.push_back({q_dtype, kv_dtype, kMlaQkDim, kMlaVDim, 4, 5, num_splits, options});
+        shapes.push_back({q_dtype, kv_dtype, kMlaQkDim, kMlaVDim, 4, 20, num_splits, options});
+        for (const Shape& shape : shapes) {
+          ++launches;
+          const double error = run(shape);
+          const double allowed = q_dtype == DType::kBFloat16 ? 1e-2 : 2e-3;
+          if (error <= allowed) continue;
+          ++failed;
+          std::printf("FAIL %s: %.2e off, allowed %.0e\n", describe(shape).c_str(), error, allowed);
+        }
+      }
+    }
+  }
+  std::printf("%d launches, %d failed\n", launches, failed);
+  return failed ? 1 : 0;
+}

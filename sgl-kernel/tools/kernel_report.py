@@ -1,0 +1,269 @@
+#!/usr/bin/env python3
+"""Reads the built CUDA library and reports, for each kernel and architecture, what the card will be asked
+for.
+ Columns: registers a thread, local-memory instructions (LDL + STL: spills and indexed arrays), shared memory
+a block, tensor-core instructions, threads a block, and theoretical occupancy with what limits it. Exit status
+1 if a hot kernel (the attention and combine kernels) touches local memory, if an attention kernel has no
+tensor-core instruction, or if a block wants more shared memory than sm_120 gives (101,376 bytes).
+
+    python tools/kernel_report.py python/sgl_kernel/ddtree/_ddtree_cuda.so [--output report.md]
+
+Needs cuobjdump (CUDA toolkit, or Triton's copy), c++filt and a C++ compiler; no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_SHARED = 101_376  # bytes a block: sm_120's limit, which every kernel keeps to
+HOT = re.compile(r"(gqa|mla)_partial_kernel|combine_kernel")
+ATTENTION = re.compile(r"(gqa|mla)_partial_kernel")
+TENSOR_CORE = re.compile(r"\b[HQIDO]G?MMA\b|\bUTC[A-Z]*MMA\b")
+LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Limits of one multiprocessor (CUDA programming guide, specifications by compute capability)."""
+
+    warps: int
+    blocks: int
+    shared: int  # bytes
+    registers: int = 65_536
+    reserved_shared: int = 1024  # bytes a block that the system takes
+
+
+ARCHITECTURES = {
+    "sm_90": Architecture(warps=64, blocks=32, shared=228 * 1024),
+    "sm_100": Architecture(warps=64, blocks=32, shared=228 * 1024),
+    "sm_120": Architecture(warps=48, blocks=24, shared=100 * 1024),
+}
+
+
+@dataclass
+class Kernel:
+    name: str  # demangled
+    arch: str
+    registers: int = 0
+    stack: int = 0
+    static_shared: int = 0
+    dynamic_shared: int = 0
+    threads: int | None = None
+    local_memory: int = 0
+    tensor_core: int = 0
+    problems: list = field(default_factory=list)
+
+    @property
+    def shared(self) -> int:
+        return self.static_shared + self.dynamic_shared
+
+
+def find_cuobjdump() -> str:
+    found = shutil.which("cuobjdump")
+    home = os.environ.get("CUDA_HOME")
+    if found is None and home and Path(home, "bin/cuobjdump").exists():
+        found = str(Path(home, "bin/cuobjdump"))
+    spec = importlib.util.find_spec("triton")
+    if found is None and spec is not None:
+        bundled = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump"
+        found = str(bundled) if bundled.exists() else None
+    if found is None:
+        sys.exit(
+            "kernel_report: no cuobjdump on PATH, in CUDA_HOME or in the triton package: install one of them"
+        )
+    return found
+
+
+def lines_of(*command: str) -> Iterator[str]:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield from process.stdout
+    if process.returncode:
+        sys.exit(f"kernel_report: `{' '.join(command)}` failed")
+
+
+def demangle(names: list[str]) -> dict[str, str]:
+    result = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
+    return dict(zip(names, result.stdout.splitlines(), strict=True))
+
+
+def short_name(demangled: str) -> str:
+    """Without return type, parameters and our own namespace."""
+    name = re.sub(r"^void ", "", demangled)
+    name = name.replace("(anonymous namespace)::", "").replace("ddtree::", "")
+    return re.sub(r"\(.*$", "", name).replace("> >", ">>")
+
+
+def launch_shapes() -> dict[tuple, tuple[int, int]]:
+    """(kernel, fp8, head size, tile height) -> (threads, dynamic shared bytes), from the traits."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = f"{folder}/launch_shapes"
+        compiler = os.environ.get("CXX", "c++")
+        source = str(ROOT / "tools/launch_shapes.cc")
+        subprocess.run([compiler, "-std=c++17", f"-I{ROOT}/csrc", source, "-o", program], check=True)
+        output = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    shapes = {}
+    for line in output.splitlines():
+        kind, *numbers = line.split()
+        fp8, head_size, tile, threads, shared = map(int, numbers)
+        shapes[kind, fp8, head_size, tile] = threads, shared
+    return shapes
+
+
+def shape_of(name: str, shapes: dict) -> tuple[int, int] | None:
+    flag = {"true": 1, "false": 0}
+    if match := re.search(r"GqaTraits<[^,]+, (true|false), (\d+), (\d+)>", name):
+        fp8, head_size, tile = match.groups()
+        return shapes["gqa", flag[fp8], int(head_size), int(tile)]
+    if match := re.search(r"MlaTraits<[^,]+, (true|false)>", name):
+        return shapes["mla", flag[match[1]], 0, 0]
+    return None
+
+
+def launch_bounds(cubin: bytes) -> dict[str, int]:
+    """Kernel -> threads a block by __launch_bounds__, from a cubin's .nv.info sections (64-bit ELF)."""
+    max_threads = 0x05  # EIATTR_MAX_THREADS: three 32-bit dimensions
+    table, entry_size, count, names_index = (
+        *struct.unpack_from("<Q", cubin, 0x28),
+        *struct.unpack_from("<HHH", cubin, 0x3A),
+    )
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(count)]
+    names_offset = headers[names_index][4]
+    bounds = {}
+    for name_at, _, _, _, offset, size in headers:
+        start = names_offset + name_at
+        section = cubin[start : cubin.index(b"\0", start)].decode()
+        if not section.startswith(".nv.info."):
+            continue
+        at, end = offset, offset + size
+        while at + 4 <= end:
+            kind, attribute, value = struct.unpack_from("<BBH", cubin, at)
+            if kind == 4 and attribute == max_threads:
+                x, y, z = struct.unpack_from("<III", cubin, at + 4)
+                bounds[section.removeprefix(".nv.info.")] = x * y * z
+            at += 4 + (value if kind == 4 else 0)
+    return bounds
+
+
+def read_library(library: Path) -> list[Kernel]:
+    cuobjdump = find_cuobjdump()
+    found: dict[tuple[str, str], Kernel] = {}
+
+    arch = mangled = ""
+    for line in lines_of(cuobjdump, "-res-usage", str(library)):
+        if match := re.match(r"arch = (\w+)", line):
+            arch = match[1]
+        elif match := re.match(r" Function (\S+):", line):
+            mangled = match[1]
+        elif match := re.match(r"  REG:(\d+) STACK:(\d+) SHARED:(\d+)", line):
+            registers, stack, shared = map(int, match.groups())
+            found[arch, mangled] = Kernel("", arch, registers, stack, shared)
+
+    for line in lines_of(cuobjdump, "-sass", str(library)):
+        if match := re.match(r"\s+code for (\w+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s+Function : (\S+)", line):
+            mangled = match[1]
+        elif TENSOR_CORE.search(line):
+            found[arch, mangled].tensor_core += 1
+        elif LOCAL_MEMORY.search(line):
+            found[arch, mangled].local_memory += 1
+
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [cuobjdump, "-xelf", "all", str(library.resolve())],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+        )
+        bounds: dict[str, dict[str, int]] = defaultdict(dict)
+        for cubin in sorted(Path(folder).glob("*.cubin")):
+            arch = re.search(r"\.(sm_\w+)\.cubin$", cubin.name)[1]
+            bounds[arch].update(launch_bounds(cubin.read_bytes()))
+
+    names = demangle(sorted({mangled for _, mangled in found}))
+    shapes = launch_shapes()
+    for (arch, mangled), kernel in found.items():
+        kernel.name = short_name(names[mangled])
+        kernel.threads = bounds[arch].get(mangled)
+        if shape := shape_of(kernel.name, shapes):
+            kernel.threads, kernel.dynamic_shared = shape
+    return sorted(found.values(), key=lambda k: (k.name, int(re.sub(r"\D", "", k.arch))))
+
+
+def occupancy(kernel: Kernel) -> str:
+    """Resident warps as a share of the multiprocessor's, with the limit that sets it."""
+    limits = ARCHITECTURES.get(re.sub(r"[af]$", "", kernel.arch))
+    if limits is None or kernel.threads is None:
+        return "-"
+    warps = -(-kernel.threads // 32)
+    registers_a_warp = -(-kernel.registers * 32 // 256) * 256  # allocated in units of 256
+    warps_by_registers = limits.registers // registers_a_warp // 4 * 4  # over four schedulers
+    blocks = {
+        "warps": limits.warps // warps,
+        "blocks": limits.blocks,
+        "registers": warps_by_registers // warps,
+        "shared memory": limits.shared // (kernel.shared + limits.reserved_shared),
+    }
+    limit = min(blocks, key=blocks.get)
+    return f"{100 * blocks[limit] * warps // limits.warps}% ({blocks[limit]} blocks, {limit})"
+
+
+def judge(kernel: Kernel) -> None:
+    if HOT.search(kernel.name) and kernel.local_memory:
+        kernel.problems.append(f"{kernel.local_memory} local-memory instructions")
+    if ATTENTION.search(kernel.name) and not kernel.tensor_core:
+        kernel.problems.append("no tensor-core instruction")
+    if kernel.shared > MAX_SHARED:
+        kernel.problems.append(f"{kernel.shared} bytes of shared memory, {MAX_SHARED} allowed")
+
+
+def table(kernels: list[Kernel]) -> str:
+    rows = [
+        "kernel|arch|registers|LDL+STL|shared bytes|tensor-core|threads|occupancy",
+        "-|-|-:|-:|-:|-:|-:|-",
+    ]
+    for k in kernels:
+        rows.append(
+            f"`{k.name}`|{k.arch}|{k.registers}|{k.local_memory}|{k.shared}|{k.tensor_core}|"
+            f"{k.threads or '-'}|{occupancy(k)}"
+        )
+    return "\n".join(f"|{row}|" for row in rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("library", type=Path, help="_ddtree_cuda.so")
+    parser.add_argument("--output", type=Path, help="also write the table here")
+    arguments = parser.parse_args()
+    if not arguments.library.exists():
+        sys.exit(f"kernel_report: no file {arguments.library}: build the CUDA library first")
+    kernels = read_library(arguments.library)
+    for kernel in kernels:
+        judge(kernel)
+    text = table(kernels)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+    bad = [k for k in kernels if k.problems]
+    for kernel in bad:
+        print(f"FAIL {kernel.name} {kernel.arch}: {'; '.join(kernel.problems)}")
+    hot = sum(bool(HOT.search(k.name)) for k in kernels)
+    print(f"{len(kernels)} kernels x architectures, {hot} of them hot: {len(bad)} with problems")
+    return 1 if bad or not hot else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
