@@ -16,7 +16,7 @@ TEXT += (".jinja2", ".js", ".mjs", ".css", ".html")
 TRIVIAL = re.compile(
     r"""\W*                                                                 # blank, or punctuation alone
       | (from\s+\S+\s+)?import\s .* | \#\s*(include|pragma|if|ifdef|ifndef|else|endif)\b.* | using\s+namespace\s.*
-      | (else|try|finally|return|pass|break|continue|default)\W*            # a keyword alone
+      | \W*(else|try|finally|return|pass|break|continue|default)\W*            # a keyword alone
       | [\#/*\s]* (Copyright|Licensed\sunder|Licensed\sto|SPDX-|you\smay\snot\suse|You\smay\sobtain|https?://www\.apache
                  |Unless\srequired|distributed\sunder|WITHOUT\sWARR|See\sthe\sLicense|limitations\sunder).*
     """,
@@ -67,7 +67,7 @@ def tracked(root: Path) -> list[Path]:
 def copies(files: dict[str, str], sources: dict[str, str]) -> list[Copy]:
     """Runs of lines that `files` share with `sources` (both: text by path)."""
     ours = {}  # window hash: where it is
-    lines = {path: essence(text.replace("\n+", "\n") if path.endswith(".patch") else text) for path, text in files.items()}
+    lines = {p: essence(re.sub(r"(?m)^\+", "", t) if p.endswith(".patch") else t) for p, t in files.items()}
     for path, found in lines.items():
         for i, key in windows(found):
             ours.setdefault(key, []).append((path, i))
