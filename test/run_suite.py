@@ -41,7 +41,9 @@ def collect() -> dict[str, list[tuple[Path, float]]]:
         if registry.disabled is not None:
             raise ValueError(f"{registry.filename}: disabled tests hide failures; repair it or remove it.")
         if registry.backend in (HWBackend.CPU, HWBackend.CUDA):
-            suites.setdefault(registry.effective_suite, []).append((Path(registry.filename), registry.est_time))
+            suites.setdefault(registry.effective_suite, []).append(
+                (Path(registry.filename), registry.est_time)
+            )
     return suites
 
 
@@ -75,10 +77,29 @@ class Tally(dict):
 
 
 def run_pytest(files: list[Path], label: str, tally: Tally) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-rfEs", "--durations=5", "-p", "no:cacheprovider", *map(str, files)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--no-header",
+        "-rfEs",
+        "--durations=5",
+        "-p",
+        "no:cacheprovider",
+        *map(str, files),
+    ]
     print(f"\n=== {label}: {len(files)} file(s)", flush=True)
     started = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
     lines = []
     for line in process.stdout:
         print(line, end="", flush=True)
@@ -96,7 +117,9 @@ def run_suites(names: list[str], suites: dict) -> int:
                 run_pytest([path], f"{name} {path.name}", tally)
         else:
             run_pytest(files, name, tally)
-    print(f"\n{tally.get('passed', 0)} passed, {tally.get('failed', 0)} failed, {tally.get('skipped', 0)} skipped")
+    print(
+        f"\n{tally.get('passed', 0)} passed, {tally.get('failed', 0)} failed, {tally.get('skipped', 0)} skipped"
+    )
     return 1 if tally.get("failed", 0) or not tally.get("passed", 0) else 0
 
 
@@ -122,15 +145,25 @@ def run_upstream(file: Path, model: str, further: list[str]) -> int:
     values = environment()
     values.pop("PYTHONPATH")
     with tempfile.TemporaryDirectory() as empty:
-        return subprocess.call([sys.executable, "-c", _UPSTREAM_RUNNER, model, str(file.resolve()), *further], cwd=empty, env=values)
+        return subprocess.call(
+            [sys.executable, "-c", _UPSTREAM_RUNNER, model, str(file.resolve()), *further],
+            cwd=empty,
+            env=values,
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="test/run_suite.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--suite", default="default", help="unit, kernel, e2e, gpu, or default: all that this host can run")
+    parser.add_argument(
+        "--suite", default="default", help="unit, kernel, e2e, gpu, or default: all that this host can run"
+    )
     parser.add_argument("--list", action="store_true", help="list the suites and their files")
-    parser.add_argument("--upstream", type=Path, metavar="FILE", help="run this test file of upstream's instead")
-    parser.add_argument("--model", default="", help="with --upstream: the model in place of upstream's default ones")
+    parser.add_argument(
+        "--upstream", type=Path, metavar="FILE", help="run this test file of upstream's instead"
+    )
+    parser.add_argument(
+        "--model", default="", help="with --upstream: the model in place of upstream's default ones"
+    )
     arguments, further = parser.parse_known_args(argv)
     if arguments.upstream:
         return run_upstream(arguments.upstream, arguments.model, further)
@@ -154,7 +187,10 @@ def main(argv: list[str] | None = None) -> int:
     elif arguments.suite in suites:
         names = [arguments.suite]
     else:
-        print(f"error: --suite: expected default or one of {', '.join(sorted(suites))}, got {arguments.suite}", file=sys.stderr)
+        print(
+            f"error: --suite: expected default or one of {', '.join(sorted(suites))}, got {arguments.suite}",
+            file=sys.stderr,
+        )
         return 2
     return run_suites(names, suites)
 

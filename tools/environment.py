@@ -32,8 +32,17 @@ UV = "uv==0.13.9"  # pip takes seven times as long for the CUDA profile
 TORCH_CPU = "torch==2.13.0"
 SGLANG = "0.5.23"
 FREE_BYTES = {"cpu": 7 << 30, "cuda": 25 << 30}  # installed size, downloads and unpacking together
-NETWORK_SIGNS = ("Failed to establish", "Temporary failure in name resolution", "dns error", "ConnectionError", "timed out",
-                 "error sending request", "Connection refused", "Network is unreachable")
+# What pip and uv print when an index cannot be reached; with its retries off pip says only that it found no version.
+NETWORK_SIGNS = (
+    "Retrying (",
+    "(from versions: none)",
+    "Temporary failure in name resolution",
+    "dns error",
+    "timed out",
+    "error sending request",
+    "Network is unreachable",
+    "no network:",
+)
 
 
 class SetupError(Exception):
@@ -79,9 +88,25 @@ def source_digest(profile: str) -> str:
     """Digest of all that an environment is made from: locks, patches, overlay, kernels, tools, Python."""
     digest = hashlib.sha256(("%s %s" % (profile, sys.version)).encode())
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "requirements", "patches", "python",
-         "sgl-kernel", "tools", "upstream.toml", "pyproject.toml"],
-        cwd=ROOT, check=True, stdout=subprocess.PIPE,
+        [
+            "git",
+            "ls-files",
+            "-z",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+            "--",
+            "requirements",
+            "patches",
+            "python",
+            "sgl-kernel",
+            "tools",
+            "upstream.toml",
+            "pyproject.toml",
+        ],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
     ).stdout
     for name in sorted(filter(None, listed.decode().split("\0"))):
         path = ROOT / name
@@ -105,14 +130,21 @@ class Steps:
     def run(self, command: list, what: str, **kwargs) -> None:
         """Runs `command`; raises SetupError if it fails."""
         environment = dict(os.environ, PYTHONUNBUFFERED="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
-        environment.pop("PYTHONPATH", None)  # a caller's packages must not leak into the environment that is made
+        environment.pop(
+            "PYTHONPATH", None
+        )  # a caller's packages must not leak into the environment that is made
         environment.update(kwargs.pop("env", {}))
         last = collections.deque(maxlen=60)
         with open(self.log, "a") as log:
             log.write("$ %s\n" % " ".join(map(str, command)))
             process = subprocess.Popen(
-                list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-                env=environment, **kwargs
+                list(map(str, command)),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=environment,
+                **kwargs,
             )
             for line in process.stdout:
                 log.write(line)
@@ -129,7 +161,9 @@ class Steps:
                 "UV_INDEX_URL settings) and run the command again." % what
             )
         if "No space left on device" in text:
-            raise SetupError("%s failed because the disk is full; free some space and run the command again." % what)
+            raise SetupError(
+                "%s failed because the disk is full; free some space and run the command again." % what
+            )
         raise SetupError("%s failed (exit status %d); the whole output is in %s." % (what, status, self.log))
 
 
@@ -148,7 +182,9 @@ def make(profile: str, extras: list[str]) -> Path:
     """
     check_python(sys.version_info)
     if LINK.exists() and not LINK.is_symlink():
-        raise SetupError("%s is a folder that this tool did not make; move it away and run the command again." % LINK)
+        raise SetupError(
+            "%s is a folder that this tool did not make; move it away and run the command again." % LINK
+        )
     digest = source_digest(profile)
     folder = ENVIRONMENTS / ("%s-%s" % (profile, digest[:12]))
     current = LINK.resolve() if LINK.is_symlink() else None
@@ -164,7 +200,11 @@ def make(profile: str, extras: list[str]) -> Path:
         (folder / STAMP).write_text(digest + "\n")
     for extra in extras:  # these only add to a complete environment, so they may go in place
         if not (folder / extra).with_suffix(".installed").is_file():
-            Steps(1, LOG).run([*_uv(folder), "--require-hashes", "-r", "requirements/%s.lock" % extra], "Installing " + extra, cwd=ROOT)
+            Steps(1, LOG).run(
+                [*_uv(folder), "--require-hashes", "-r", "requirements/%s.lock" % extra],
+                "Installing " + extra,
+                cwd=ROOT,
+            )
             (folder / extra).with_suffix(".installed").touch()
     _link(folder)
     for old in ENVIRONMENTS.iterdir():  # one spare is kept: the one that `.venv` pointed to until now
@@ -191,14 +231,19 @@ def _install(folder: Path, profile: str) -> None:
     pip = [python, "-m", "pip", "install", "--no-input"]
     uv = _uv(folder)
 
-    steps.say("Environment for the %s profile, Python %d.%d" % (profile, sys.version_info[0], sys.version_info[1]))
+    steps.say(
+        "Environment for the %s profile, Python %d.%d" % (profile, sys.version_info[0], sys.version_info[1])
+    )
     steps.run([sys.executable, "-m", "venv", folder], "Making the virtual environment")
     steps.run([*pip, "-q", UV], "Installing uv")
 
     steps.say("SGLang %s: the pinned wheel, our patches and modules" % SGLANG)
     wheels = folder / "wheels"
-    steps.run([python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, "."],
-              "Building the sglang wheel", cwd=ROOT)
+    steps.run(
+        [python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, "."],
+        "Building the sglang wheel",
+        cwd=ROOT,
+    )
     wheel = next(wheels.glob("sglang-*.whl"))
 
     if profile == "cpu":
@@ -206,31 +251,48 @@ def _install(folder: Path, profile: str) -> None:
         # pip, not uv: a host may have torch's CPU build where only pip's configuration looks. Set PIP_INDEX_URL or
         # PIP_FIND_LINKS to take it from elsewhere; the index's default build works too, it is only larger.
         steps.run([*pip, "-q", TORCH_CPU], "Installing torch")
-        steps.run([*uv, "--no-deps", "--require-hashes", "-r", "requirements/cpu.lock"], "Installing the CPU profile", cwd=ROOT)
+        steps.run(
+            [*uv, "--no-deps", "--require-hashes", "-r", "requirements/cpu.lock"],
+            "Installing the CPU profile",
+            cwd=ROOT,
+        )
         steps.run([*uv, "--no-deps", wheel], "Installing the sglang wheel")
     else:
         steps.say("upstream's full dependencies (11 GB installed)")
         steps.run([*uv, wheel], "Installing the CUDA profile")
-    steps.run([*uv, "--require-hashes", "-r", "requirements/build.lock"], "Installing the build tools", cwd=ROOT)
+    steps.run(
+        [*uv, "--require-hashes", "-r", "requirements/build.lock"], "Installing the build tools", cwd=ROOT
+    )
 
     steps.say("our kernels (sgl-kernel)")
     path = {"PATH": "%s:%s" % (folder / "bin", os.environ.get("PATH", ""))}
     install_local = [*pip, "-q", "--no-deps", "--no-build-isolation"]
     options = []
     if profile == "cpu":
-        steps.run([*install_local, "./sgl-kernel/host"], "Installing the CPU stand-in for sglang-kernel", cwd=ROOT)
+        steps.run(
+            [*install_local, "./sgl-kernel/host"], "Installing the CPU stand-in for sglang-kernel", cwd=ROOT
+        )
         options = ["--config-settings=cmake.define.DDTREE_CUDA=OFF"]
     steps.run([*install_local, *options, "./sgl-kernel"], "Building our kernels", cwd=ROOT, env=path)
 
     steps.say("Checking that it starts")
-    steps.run([python, "-c", "import sglang, sglang.srt.server_args, sgl_kernel.ddtree; print('sglang', sglang.__version__)"],
-              "Importing sglang", cwd=folder)
+    steps.run(
+        [
+            python,
+            "-c",
+            "import sglang, sglang.srt.server_args, sgl_kernel.ddtree; print('sglang', sglang.__version__)",
+        ],
+        "Importing sglang",
+        cwd=folder,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m tools.environment", description=__doc__.splitlines()[0])
     parser.add_argument("--profile", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--extra", action="append", default=[], choices=("test",), help="further lock files to install")
+    parser.add_argument(
+        "--extra", action="append", default=[], choices=("test",), help="further lock files to install"
+    )
     arguments = parser.parse_args(argv)
     try:
         folder = make(choose_profile(arguments.profile), arguments.extra)

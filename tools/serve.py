@@ -44,10 +44,14 @@ def check_port(host: str, port: int) -> None:
 def check_model(model: str) -> None:
     """Raises ServeError if `model` is a path and no model folder. A hub name (owner/name) is left to SGLang."""
     path = Path(model)
-    looks_like_path = path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
+    looks_like_path = (
+        path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
+    )
     if looks_like_path and not (path.expanduser() / "config.json").is_file():
         came = "is not there" if not path.expanduser().exists() else "holds none"
-        raise ServeError(f"--model-path: expected a model folder with a config.json, or a hub name like owner/name; {model} {came}.")
+        raise ServeError(
+            f"--model-path: expected a model folder with a config.json, or a hub name like owner/name; {model} {came}."
+        )
 
 
 def answers(url: str) -> bool:
@@ -78,7 +82,16 @@ def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
         demo_model.DemoModelError: the demo model could not be prepared.
     """
     check_port(host, port)
-    command = [sys.executable, "-m", "sglang.launch_server", "--host", host, "--port", str(port), "--enable-metrics"]
+    command = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--enable-metrics",
+    ]
     if model is None:
         folder = demo_model.prepare(demo_model.default_folder())
         model_name = folder.name
@@ -103,13 +116,18 @@ def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
     while server.poll() is None and not asked_to_stop and not answers(url):
         time.sleep(1)
     if server.poll() is None and not asked_to_stop:
-        print(f"\nReady after {time.monotonic() - started:.0f} s. Ask it (Ctrl-C stops it):\n{hint(url, model_name)}\n", flush=True)
+        print(
+            f"\nReady after {time.monotonic() - started:.0f} s. Ask it (Ctrl-C stops it):\n{hint(url, model_name)}\n",
+            flush=True,
+        )
     status = server.wait()
     return 0 if asked_to_stop else status
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.serve", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.serve", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--model-path", "--model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)

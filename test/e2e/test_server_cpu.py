@@ -84,19 +84,26 @@ class TestServerCpu(CustomTestCase):
         self.assertEqual("".join(pieces), whole)
 
     def test_generate_continues_the_prompt(self):
-        body = {"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+        body = {
+            "text": "The capital of France is",
+            "sampling_params": {"temperature": 0, "max_new_tokens": 8},
+        }
         with request("/generate", body) as response:
             answer = json.load(response)
         self.assertIn("Paris", answer["text"])
         self.assertEqual(answer["meta_info"]["completion_tokens"], 8)
 
     def test_metrics_count_what_was_generated(self):
-        with request("/generate", {"text": "One, two,", "sampling_params": {"max_new_tokens": 4}}) as response:
+        with request(
+            "/generate", {"text": "One, two,", "sampling_params": {"max_new_tokens": 4}}
+        ) as response:
             response.read()
         with request("/metrics") as response:
             metrics = response.read().decode()
         counted = [
-            float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith("sglang:generation_tokens_total")
+            float(line.rpartition(" ")[2])
+            for line in metrics.splitlines()
+            if line.startswith("sglang:generation_tokens_total")
         ]
         self.assertGreaterEqual(sum(counted), 4)
 

@@ -7,7 +7,6 @@ import unittest
 from unittest import mock
 
 import torch
-
 from sglang.srt.cpu_host import engine, optional_torchvision
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -28,7 +27,9 @@ class TestSelectCpuEngine(CustomTestCase):
         self.assertEqual(self.select(["--device", "cpu"], can_only_be_cpu=False), (True, "1"))
         self.assertEqual(self.select(["--device=cpu"], can_only_be_cpu=False), (True, "1"))
         self.assertEqual(self.select(["--device", "cuda"], can_only_be_cpu=True), (False, None))
-        self.assertEqual(self.select(["--device", "cpu", "--device", "cuda"], can_only_be_cpu=True), (False, None))
+        self.assertEqual(
+            self.select(["--device", "cpu", "--device", "cuda"], can_only_be_cpu=True), (False, None)
+        )
 
     def test_without_device_the_host_decides(self):
         self.assertEqual(self.select([], can_only_be_cpu=True), (True, "1"))
@@ -41,7 +42,11 @@ class TestSelectCpuEngine(CustomTestCase):
         code = "import sglang.srt.utils.common as common; print(common.is_cpu())"
         environment = {k: v for k, v in os.environ.items() if k != engine.ENVIRONMENT_VARIABLE}
         output = subprocess.run(
-            [sys.executable, "-c", code, "--device", "cpu"], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code, "--device", "cpu"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         self.assertEqual(output.split()[-1], "True")
 
@@ -59,7 +64,7 @@ class TestOptionalTorchvision(CustomTestCase):
         with self.assertRaisesRegex(ImportError, "pip install torchvision"):
             T.Compose([])
         with self.assertRaisesRegex(ImportError, "pip install torchvision"):
-            InterpolationMode.BICUBIC
+            _ = InterpolationMode.BICUBIC
 
     def test_an_installed_torchvision_is_left_alone(self):
         with mock.patch.object(optional_torchvision, "find_spec", return_value=object()):
@@ -98,7 +103,9 @@ class TestHostKernels(CustomTestCase):
         from sgl_kernel import copy_all_layer_kv_cache_cpu
 
         with self.assertRaisesRegex(ValueError, r"tgt_loc: expected as many rows as src_loc \(2\), got 1"):
-            copy_all_layer_kv_cache_cpu(torch.tensor([0]), torch.tensor([4]), torch.tensor([1]), torch.tensor([1, 2]))
+            copy_all_layer_kv_cache_cpu(
+                torch.tensor([0]), torch.tensor([4]), torch.tensor([1]), torch.tensor([1, 2])
+            )
 
     def test_murmur_hash_against_the_published_algorithm(self):
         # Plain integers, block by block, as MurmurHash3_x86_32 is published (seed 0, 16 bytes).
@@ -138,8 +145,13 @@ class TestHostKernels(CustomTestCase):
 
         supported = ModelRegistry.get_supported_archs()
         # qwen3_5, grok and muse_glimmer look up AMX ops while they are imported.
-        for architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM", "Grok1ModelForCausalLM",
-                             "Qwen3_5ForConditionalGeneration"):
+        for architecture in (
+            "LlamaForCausalLM",
+            "Qwen3ForCausalLM",
+            "DeepseekV3ForCausalLM",
+            "Grok1ModelForCausalLM",
+            "Qwen3_5ForConditionalGeneration",
+        ):
             self.assertIn(architecture, supported)
 
 

@@ -44,7 +44,9 @@ def _device_argument(argv: list[str]) -> str | None:
 def _can_only_be_cpu() -> bool:
     """Whether no accelerator can serve: torch's build has none, or is a CUDA build on a Linux host without a driver."""
     try:
-        build = version("torch").partition("+")[2]  # "" (the index's default build, CUDA), "cu130", "cpu", "rocm6.4", ...
+        build = version("torch").partition("+")[
+            2
+        ]  # "" (the index's default build, CUDA), "cu130", "cpu", "rocm6.4", ...
     except PackageNotFoundError:
         return False
     if build == "cpu":

