@@ -1,6 +1,7 @@
 """Tree-verify attention: the CPU op against a float64 reference in torch, the CUDA op against the CPU op."""
 
 import math
+import os
 import random
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import sgl_kernel.ddtree
+import sgl_kernel.ddtree.verify
 import torch
 from sgl_kernel.ddtree import VerifyWorkspace, verify_workspace
 from tree_verify_cases import (
@@ -621,6 +622,35 @@ def test_wrong_value(name, mla, device):
     batch = make_batch(case, device)
     with pytest.raises(ValueError, match=message):
         batch.run(debug=True, **change(batch))
+
+
+@on_cuda
+def test_debug_switch(device, monkeypatch):
+    """SGLANG_DDTREE_DEBUG (read at import) checks values; without it nothing waits for the device."""
+    batch = make_batch(Case(), device)
+    batch.arguments["tree_slots"] = batch.arguments["tree_slots"].clone()
+    workspace = batch.workspace()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batch.run(workspace)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    batch.arguments["tree_slots"][0] = -1
+    monkeypatch.setattr(sgl_kernel.ddtree.verify, "DEBUG", True)
+    with pytest.raises(ValueError, match=r"tree_slots\[0\]: expected a slot of the pool"):
+        batch.run(workspace)
+
+
+def test_debug_variable():
+    """The environment variable is what sets it."""
+    code = "from sgl_kernel.ddtree import verify; print(verify.DEBUG)"
+    for value, want in (("1", "True"), ("0", "False")):
+        environment = dict(os.environ, SGLANG_DDTREE_DEBUG=value)
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        assert result.stdout.strip() == want
 
 
 @on_cuda

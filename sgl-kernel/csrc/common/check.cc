@@ -51,8 +51,10 @@ const Arg& Arg::dtype(std::initializer_list<ScalarType> allowed) const {
 }
 
 const Arg& Arg::on(const Arg& other) const {
-  check(device_name(tensor_) == device_name(other.tensor_), name_,
-        "device " + device_name(other.tensor_) + " as " + other.name_, device_name(tensor_));
+  const bool same = tensor_.is_cpu() ? other.tensor_.is_cpu()
+                                     : tensor_.is_cuda() == other.tensor_.is_cuda() &&
+                                           tensor_.get_device_index() == other.tensor_.get_device_index();
+  if (!same) fail(name_, "device " + device_name(other.tensor_) + " as " + other.name_, device_name(tensor_));
   return *this;
 }
 

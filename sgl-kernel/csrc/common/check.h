@@ -35,7 +35,7 @@ inline std::string shape_string(const Tensor& tensor) {
 }
 
 // A named tensor argument; the checks chain:
-//   Arg("q", q).on(device_of).dtype({kBFloat16}).shape({T, h_q, d_qk}).last_dim_contiguous();
+//   Arg("k_cache", k_cache).on(q_arg).dtype({ScalarType::BFloat16}).shape({Arg::kAny, h_kv, d}).contiguous();
 class Arg {
  public:
   Arg(const char* name, const Tensor& tensor) : name_(name), tensor_(tensor) {}
@@ -55,7 +55,7 @@ class Arg {
 
  private:
   const char* name_;
-  const Tensor& tensor_;
+  const Tensor& tensor_;  // the caller's: an Arg lives no longer than the call it checks
 };
 
 }  // namespace ddtree

@@ -1,0 +1,96 @@
+"""The build report: what it computes, and that it fails what it must."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
+sys.path.insert(0, str(TOOLS))
+
+import kernel_report  # noqa: E402
+from kernel_report import Kernel  # noqa: E402
+
+GQA = "gqa_partial_kernel<GqaTraits<__half, false, 128, 16>>"
+
+
+@pytest.mark.parametrize(
+    "kernel, want",
+    [
+        # 64K registers / (168 x 32) = 12 warps of 64: three blocks of four warps
+        (Kernel(GQA, "sm_90", registers=168, threads=128), "18% (3 blocks, registers)"),
+        # 100 KiB a multiprocessor, 1 KiB of it reserved a block
+        (
+            Kernel(GQA, "sm_120", registers=32, threads=128, dynamic_shared=50_000),
+            "16% (2 blocks, shared memory)",
+        ),
+        (Kernel(GQA, "sm_120", registers=32, threads=32), "50% (24 blocks, blocks)"),
+        (Kernel(GQA, "sm_120a", registers=32, threads=1024), "66% (1 blocks, warps)"),
+        (Kernel(GQA, "sm_90", registers=168), "-"),  # block size unknown
+        (Kernel(GQA, "sm_75", registers=168, threads=128), "-"),  # no limits known
+    ],
+)
+def test_occupancy(kernel, want):
+    assert kernel_report.occupancy(kernel) == want
+
+
+@pytest.mark.parametrize(
+    "kernel, want",
+    [
+        (Kernel(GQA, "sm_90", tensor_core=1), []),
+        (Kernel(GQA, "sm_90", tensor_core=1, local_memory=3), ["3 local-memory instructions"]),
+        (Kernel("combine_kernel<__half, 64>", "sm_90", local_memory=1), ["1 local-memory instructions"]),
+        (Kernel("combine_kernel<__half, 64>", "sm_90"), []),
+        (Kernel(GQA, "sm_90"), ["no tensor-core instruction"]),
+        (
+            Kernel(GQA, "sm_90", tensor_core=1, static_shared=1, dynamic_shared=101_376),
+            ["101377 bytes of shared memory, 101376 allowed"],
+        ),
+        (Kernel("ancestor_depth_kernel", "sm_90", local_memory=9), []),
+    ],
+)
+def test_judge(kernel, want):
+    kernel_report.judge(kernel)
+    assert kernel.problems == want
+
+
+@pytest.mark.parametrize(
+    "line, tensor_core, local_memory",
+    [
+        ("        /*1a30*/                   HMMA.16816.F32.BF16 R4, R8, R2, R4 ;", True, False),
+        ("        /*1a30*/                   QMMA.16832.F32.E4M3.E4M3 R4, R8, R2, R4 ;", True, False),
+        ("        /*1a30*/              @!P0 LDL.LU R4, [R1+0x10] ;", False, True),
+        ("        /*1a30*/                   STL.64 [R1], R4 ;", False, True),
+        ("        /*1a30*/                   LDS.128 R4, [R1] ;", False, False),
+        ("        /*1a30*/                   LDGSTS.E.BYPASS.128 [R1], [R4.64] ;", False, False),
+    ],
+)
+def test_instructions(line, tensor_core, local_memory):
+    assert bool(kernel_report.TENSOR_CORE.search(line)) == tensor_core
+    assert bool(kernel_report.LOCAL_MEMORY.search(line)) == local_memory
+
+
+def test_launch_shapes_come_from_the_traits():
+    shapes = kernel_report.launch_shapes()
+    threads, shared = kernel_report.shape_of(GQA, shapes)
+    assert threads % 32 == 0 and 0 < shared <= kernel_report.MAX_SHARED
+    assert kernel_report.shape_of("mla_partial_kernel<MlaTraits<__nv_bfloat16, true>>", shapes)[0] % 32 == 0
+    assert kernel_report.shape_of("combine_kernel<__half, 64>", shapes) is None
+    assert all(shared <= kernel_report.MAX_SHARED for _, shared in shapes.values())
+
+
+def test_short_name():
+    name = "void ddtree::gqa_partial_kernel<ddtree::GqaTraits<__half, false, 128, 16> >"
+    name += "(ddtree::TreeVerifyParams)"
+    assert kernel_report.short_name(name) == GQA
+
+
+def test_missing_library(tmp_path):
+    result = subprocess.run(
+        [sys.executable, TOOLS / "kernel_report.py", tmp_path / "none.so"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert "none.so: build the CUDA library first" in result.stderr
