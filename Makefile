@@ -7,7 +7,7 @@ ARGS ?=
 SUITE ?= default
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint wheel dev lock check clean
+.PHONY: help install serve test lint kernels wheel dev lock check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ lint: ## ruff, clang-format, shellcheck and the patch rules
 	@git ls-files '*.sh' .ci/run | xargs .venv/bin/shellcheck --severity=warning
 	@.venv/bin/python -m tools.patchset check
 
+kernels: ## compile our kernels for sm_90, sm_100 and sm_120; report registers, spills, shared memory, SASS
+	@$(PYTHON) -m tools.environment --profile $(PROFILE) --extra test
+	@.venv/bin/python -m tools.kernels
+
 check: ## patches and pins against the pinned upstream wheels
 	@$(PYTHON) -m tools.patchset check
 
@@ -40,7 +44,7 @@ dev: ## assemble build/dev with our files as links: PYTHONPATH=build/dev runs wh
 	@$(PYTHON) -m tools.patchset dev
 
 lock: ## write requirements/*.lock from requirements/*.in
-	@for name in cpu build test; do \
+	@for name in cpu build test cuda-toolkit; do \
 	  uv pip compile requirements/$$name.in $$([ $$name = cpu ] && echo --no-deps) --generate-hashes \
 	    --python-version 3.11 --python-platform x86_64-unknown-linux-gnu -q --no-annotate --no-header \
 	    -o requirements/$$name.lock || exit 1; \

