@@ -7,11 +7,23 @@
 #include <torch/csrc/stable/library.h>
 
 #include "tree/ancestor_depth.h"
+#include "tree/api.h"
 #include "tree_verify/api.h"
 
 // clang-format off
 #define DDTREE_OPS(OP)                                                                                             \
   OP(ancestor_depth, "(Tensor ancestors, Tensor(a!) depth) -> ()")                                                 \
+  OP(build,                                                                                                        \
+     "(Tensor candidates, Tensor log_probs, Tensor? log_sum, Tensor bonus, Tensor? budget, Tensor? prefix_lens, "  \
+     "bool keep_spine, Tensor(a!) tokens, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) ancestors, "           \
+     "Tensor(e!) first_child, Tensor(f!) next_sibling, Tensor(g!) num_rows, Tensor(h!)? positions) -> ()")         \
+  OP(accept,                                                                                                       \
+     "(Tensor tokens, Tensor parents, Tensor target, Tensor(a!) path, Tensor(b!) output, Tensor(c!) lengths, "     \
+     "Tensor(d!) bonus) -> ()")                                                                                    \
+  /* Also writes to the KV buffers, by the addresses in `buffers`. */                                              \
+  OP(commit,                                                                                                       \
+     "(Tensor path, Tensor lengths, Tensor slots, Tensor buffers, int max_row_bytes, Tensor? hidden, "             \
+     "Tensor(a!)? hidden_out) -> ()")                                                                              \
   OP(verify_gqa,                                                                                                   \
      "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, "          \
      "Tensor prefix_lens, Tensor tree_slots, Tensor ancestors, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "  \

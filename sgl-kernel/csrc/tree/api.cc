@@ -1,0 +1,156 @@
+#include "tree/api.h"
+
+#include "common/check.h"
+#include "tree/reference.h"
+
+namespace ddtree {
+namespace {
+
+constexpr ScalarType kLong = ScalarType::Long, kInt = ScalarType::Int, kFloat = ScalarType::Float;
+
+void check_range(const char* name, const char* what, int64_t value, int64_t low, int64_t high) {
+  check(value >= low && value <= high, name,
+        std::string(what) + " of " + std::to_string(low) + " to " + std::to_string(high), value);
+}
+
+void check_together(const char* name, const OptionalTensor& given, const char* other_name,
+                    const OptionalTensor& other) {
+  check(given.has_value() == other.has_value(), name,
+        std::string(other ? "a tensor" : "None") + ", as " + other_name + " is " + (other ? "given" : "None"),
+        given ? "a tensor" : "None");
+}
+
+template <typename T>
+const T* pointer_or_null(const OptionalTensor& tensor) {
+  return tensor ? tensor->const_data_ptr<T>() : nullptr;
+}
+
+}  // namespace
+
+BuildParams build_params(const Tensor& candidates, const Tensor& log_probs, const OptionalTensor& log_sum,
+                         const Tensor& bonus, const OptionalTensor& budget, const OptionalTensor& prefix_lens,
+                         bool keep_spine, const Tensor& tokens, const Tensor& parents, const Tensor& depths,
+                         const Tensor& ancestors, const Tensor& first_child, const Tensor& next_sibling,
+                         const Tensor& num_rows, const OptionalTensor& positions) {
+  const Arg first("candidates", candidates);
+  first.dtype({kLong}).dims(3).contiguous();
+  const int64_t b = candidates.size(0), L = candidates.size(1), K = candidates.size(2);
+  check_range("candidates", "[b, L, K] with L", L, 1, kMaxDepth);
+  check_range("candidates", "[b, L, K] with K", K, 1, kMaxCandidates);
+  Arg("log_probs", log_probs).on(first).dtype({kFloat}).shape({b, L, K}).contiguous();
+  if (log_sum) Arg("log_sum", *log_sum).on(first).dtype({kFloat}).shape({b, L}).contiguous();
+  Arg("bonus", bonus).on(first).dtype({kLong}).shape({b}).contiguous();
+  if (budget) Arg("budget", *budget).on(first).dtype({kInt}).shape({b}).contiguous();
+  if (prefix_lens) Arg("prefix_lens", *prefix_lens).on(first).dtype({kLong}).shape({b}).contiguous();
+
+  Arg("tokens", tokens).on(first).dtype({kLong}).shape({b, Arg::kAny}).contiguous();
+  const int64_t N = tokens.size(1);
+  check_range("tokens", "[b, N] with N", N, 1, kMaxRows);
+  Arg("parents", parents).on(first).dtype({kInt}).shape({b, N}).contiguous();
+  Arg("depths", depths).on(first).dtype({kInt}).shape({b, N}).contiguous();
+  Arg("ancestors", ancestors).on(first).dtype({kLong}).shape({b, N, Arg::kAny}).contiguous();
+  check(ancestors.size(2) * kWordBits >= N, "ancestors",
+        std::to_string((N + kWordBits - 1) / kWordBits) + " words a row or more (64 rows each)",
+        "shape " + shape_string(ancestors));
+  Arg("first_child", first_child).on(first).dtype({kInt}).shape({b, N}).contiguous();
+  Arg("next_sibling", next_sibling).on(first).dtype({kInt}).shape({b, N}).contiguous();
+  Arg("num_rows", num_rows).on(first).dtype({kInt}).shape({b}).contiguous();
+  check_together("positions", positions, "prefix_lens", prefix_lens);
+  if (positions) Arg("positions", *positions).on(first).dtype({kLong}).shape({b, N}).contiguous();
+
+  BuildParams params{};
+  params.candidates = candidates.const_data_ptr<int64_t>();
+  params.log_probs = log_probs.const_data_ptr<float>();
+  params.log_sum = pointer_or_null<float>(log_sum);
+  params.bonus = bonus.const_data_ptr<int64_t>();
+  params.budget = pointer_or_null<int32_t>(budget);
+  params.prefix_lens = pointer_or_null<int64_t>(prefix_lens);
+  params.tokens = tokens.mutable_data_ptr<int64_t>();
+  params.parents = parents.mutable_data_ptr<int32_t>();
+  params.depths = depths.mutable_data_ptr<int32_t>();
+  params.ancestors = reinterpret_cast<uint64_t*>(ancestors.mutable_data_ptr<int64_t>());
+  params.first_child = first_child.mutable_data_ptr<int32_t>();
+  params.next_sibling = next_sibling.mutable_data_ptr<int32_t>();
+  params.num_rows = num_rows.mutable_data_ptr<int32_t>();
+  params.positions = positions ? positions->mutable_data_ptr<int64_t>() : nullptr;
+  params.b = static_cast<int32_t>(b);
+  params.depth = static_cast<int32_t>(L);
+  params.candidates_per_position = static_cast<int32_t>(K);
+  params.rows = static_cast<int32_t>(N);
+  params.words = static_cast<int32_t>(ancestors.size(2));
+  params.keep_spine = keep_spine;
+  return params;
+}
+
+AcceptParams accept_params(const Tensor& tokens, const Tensor& parents, const Tensor& target, const Tensor& path,
+                           const Tensor& output, const Tensor& lengths, const Tensor& bonus) {
+  const Arg first("tokens", tokens);
+  first.dtype({kLong}).dims(2).contiguous();
+  const int64_t b = tokens.size(0), N = tokens.size(1);
+  check_range("tokens", "[b, N] with N", N, 1, kMaxRows);
+  Arg("parents", parents).on(first).dtype({kInt}).shape({b, N}).contiguous();
+  Arg("target", target).on(first).dtype({kLong}).shape({b, N}).contiguous();
+  Arg("path", path).on(first).dtype({kLong}).shape({b, Arg::kAny}).contiguous();
+  const int64_t D = path.size(1);
+  check_range("path", "[b, D] with D", D, 1, kMaxRows);
+  Arg("output", output).on(first).dtype({kLong}).shape({b, D}).contiguous();
+  Arg("lengths", lengths).on(first).dtype({kInt}).shape({b}).contiguous();
+  Arg("bonus", bonus).on(first).dtype({kLong}).shape({b}).contiguous();
+
+  AcceptParams params{};
+  params.tokens = tokens.const_data_ptr<int64_t>();
+  params.parents = parents.const_data_ptr<int32_t>();
+  params.target = target.const_data_ptr<int64_t>();
+  params.path = path.mutable_data_ptr<int64_t>();
+  params.output = output.mutable_data_ptr<int64_t>();
+  params.lengths = lengths.mutable_data_ptr<int32_t>();
+  params.bonus = bonus.mutable_data_ptr<int64_t>();
+  params.b = static_cast<int32_t>(b);
+  params.rows = static_cast<int32_t>(N);
+  params.max_length = static_cast<int32_t>(D);
+  return params;
+}
+
+CommitParams commit_params(const Tensor& path, const Tensor& lengths, const Tensor& slots, const Tensor& buffers,
+                           int64_t max_row_bytes, const OptionalTensor& hidden, const OptionalTensor& hidden_out) {
+  const Arg first("path", path);
+  first.dtype({kLong}).dims(2).contiguous();
+  const int64_t b = path.size(0), D = path.size(1);
+  check_range("path", "[b, D] with D", D, 1, kMaxRows);
+  Arg("lengths", lengths).on(first).dtype({kInt}).shape({b}).contiguous();
+  Arg("slots", slots).on(first).dtype({kLong}).shape({b, Arg::kAny}).contiguous();
+  const int64_t N = slots.size(1);
+  check_range("slots", "[b, N] with N", N, 1, kMaxRows);
+  Arg("buffers", buffers).on(first).dtype({kLong}).shape({Arg::kAny, 3}).contiguous();
+  check(max_row_bytes >= 0, "max_row_bytes", "0 or more", max_row_bytes);
+  check_together("hidden_out", hidden_out, "hidden", hidden);
+  if (hidden) {
+    Arg("hidden", *hidden).on(first).shape({b * N, Arg::kAny}).contiguous();
+    const int64_t width = hidden->size(1);
+    Arg("hidden_out", *hidden_out).on(first).dtype({hidden->scalar_type()}).shape({b, D, width}).contiguous();
+  }
+
+  CommitParams params{};
+  params.path = path.const_data_ptr<int64_t>();
+  params.lengths = lengths.const_data_ptr<int32_t>();
+  params.slots = slots.const_data_ptr<int64_t>();
+  static_assert(sizeof(KVBuffer) == 3 * sizeof(int64_t), "a row of buffers");
+  params.buffers = reinterpret_cast<const KVBuffer*>(buffers.const_data_ptr<int64_t>());
+  params.num_buffers = static_cast<int32_t>(buffers.size(0));
+  params.max_row_bytes = max_row_bytes;
+  if (hidden) {
+    params.hidden = static_cast<const char*>(hidden->const_data_ptr());
+    params.hidden_out = static_cast<char*>(hidden_out->mutable_data_ptr());
+    params.hidden_bytes = hidden->size(1) * static_cast<int64_t>(hidden->element_size());
+  }
+  params.b = static_cast<int32_t>(b);
+  params.rows = static_cast<int32_t>(N);
+  params.max_length = static_cast<int32_t>(D);
+  return params;
+}
+
+void run_cpu(const BuildParams& params, const Tensor&) { reference_build(params); }
+void run_cpu(const AcceptParams& params, const Tensor&) { reference_accept(params); }
+void run_cpu(const CommitParams& params, const Tensor&) { reference_commit(params); }
+
+}  // namespace ddtree
