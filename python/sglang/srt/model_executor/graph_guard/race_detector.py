@@ -1,0 +1,560 @@
+"""Race detector for code on several CUDA streams, captured or eager: ``with detect_graph_races() as report: ...``.
+
+The recorder turns a running program into the trace that ``happens_before`` judges: allocations, frees, event records,
+waits and host synchronizations from ``torch.cuda._gpu_trace`` (they fire during capture too), operations and their
+operands from the dispatcher, from Triton launches and from tvm-ffi modules (SGLang's JIT kernels). It launches
+nothing, so the graph that is captured under it is the one that would be captured without it.
+
+Not seen: kernels launched through other bindings (their operands only show where the dispatcher sees them too), and
+raw driver calls that order streams.
+
+``python -m sglang.srt.model_executor.graph_guard.race_detector REPORT.json`` prints a report and exits with 1 when it
+holds a race, with 2 when it can't be read.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import json
+import logging
+import os
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from sglang.srt.model_executor.graph_guard.happens_before import HappensBefore, Operation, Race, Region
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+logger = logging.getLogger(__name__)
+
+_FRAMES = 16  # of a stack
+_UNSEEN = 512  # bytes, the allocator's smallest block: the size of an allocation until a tensor shows it
+_NO_LAUNCH = frozenset(
+    "aten::" + name
+    for name in "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh record_stream "
+    "set_ resize_ is_pinned _has_same_storage_numel sym_size sym_stride sym_numel".split()
+)
+
+
+class RaceReport:
+    """What the detector found. Filled while the ``with`` block runs, complete after it."""
+
+    def __init__(self) -> None:
+        self.engine = HappensBefore()
+        self.captures: list[str] = []
+
+    @property
+    def races(self) -> list[Race]:
+        return self.engine.races
+
+    def distinct(self) -> list[tuple[Race, int]]:
+        """Races by the two places in the source that they come from, with how often each was seen."""
+        groups: dict[tuple, list[Race]] = {}
+        for race in self.races:
+            sites = tuple((op.name, (op.info.get("stack") or [""])[0]) for op in (race.first, race.second))
+            groups.setdefault((race.kind, sites), []).append(race)
+        return [(group[0], len(group)) for group in groups.values()]
+
+    def to_json(self) -> dict:
+        return {
+            "version": 1,
+            "torch": torch.__version__,
+            "captures": self.captures,
+            "operations": self.engine.operations,
+            "races": len(self.races),
+            "distinct": [
+                {
+                    "kind": race.kind,
+                    "count": count,
+                    "bytes": race.region and race.region.nbytes,
+                    "address": race.region and race.region.start,
+                    "first": _operation_json(race.first, race.first_writes, race.allocations[0]),
+                    "second": _operation_json(race.second, race.second_writes, race.allocations[1]),
+                }
+                for race, count in self.distinct()
+            ],
+        }
+
+    def write(self, path: str | os.PathLike) -> None:
+        """Write the report as JSON; a reader never sees half of one."""
+        path = Path(path)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+        partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        os.replace(partial, path)
+
+    def __str__(self) -> str:
+        return render(self.to_json())
+
+
+def _operation_json(op: Operation, writes: bool, allocation: tuple | None) -> dict:
+    return {
+        "operation": op.name,
+        "index": op.index,
+        "stream": op.stream if isinstance(op.stream, str) else hex(op.stream),
+        "access": "write" if writes else "read",
+        "layer": op.info.get("layer"),
+        "tensors": op.info.get("tensors", []),
+        "allocation": allocation and {"bytes": allocation[0], "stream": hex(allocation[1])},
+        "stack": op.info.get("stack", []),
+    }
+
+
+def render(report: dict) -> str:
+    """A report from ``RaceReport.to_json`` as text."""
+    lines = [
+        f"{report['races']} races ({len(report['distinct'])} distinct) in {report['operations']} operations, "
+        f"{len(report['captures'])} captures."
+    ]
+    meaning = {
+        "allocation-reuse": "memory was reused before another stream was done with it",
+        "live-conflict": "two streams use the same memory without an order",
+        "dropped-wait": "a wait had no effect while the other stream had work queued",
+    }
+    for race in report["distinct"]:
+        size = f", {race['bytes']} bytes at {race['address']:#x}" if race["bytes"] else ""
+        lines.append(f"\n{race['kind']} x{race['count']}: {meaning[race['kind']]}{size}")
+        for which in ("first", "second"):
+            op = race[which]
+            block = op["allocation"]
+            lines.append(
+                f"  {which}: {op['operation']} ({op['access']}) on stream {op['stream']}"
+                + (f", layer {op['layer']}" if op["layer"] else "")
+                + (f", block of {block['bytes']} bytes from stream {block['stream']}" if block else "")
+            )
+            lines.extend(f"    {tensor}" for tensor in op["tensors"])
+            lines.extend(f"      {frame}" for frame in op["stack"])
+    return "\n".join(lines)
+
+
+def region_of(tensor: torch.Tensor) -> Region:
+    """The bytes of ``tensor``: dense, or the columns of one matrix where its outer stride leaves gaps."""
+    size = tensor.element_size()
+    dims = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    if tensor.numel() == 0:
+        return Region(tensor.data_ptr(), 0)
+    extent = (1 + sum((n - 1) * s for n, s in dims)) * size
+    if len(dims) > 1:
+        rows, stride = max(dims, key=lambda d: d[1])
+        pitch, width = stride * size, extent - (rows - 1) * stride * size
+        if width < pitch:
+            return Region(tensor.data_ptr(), extent, pitch, width)
+    return Region(tensor.data_ptr(), extent)
+
+
+@functools.cache
+def _writes_of(func) -> tuple[frozenset, bool, bool]:
+    """(positions and names of the arguments that ``func`` writes, whether it launches, whether its results are new)."""
+    schema = func._schema
+    written = set()
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= {i, argument.name}
+    launches = not (func.is_view or schema.name in _NO_LAUNCH)
+    fresh = any(r.alias_info is None for r in schema.returns)
+    return frozenset(written), launches, fresh
+
+
+@functools.cache
+def written_parameters(kernel: Callable) -> frozenset[str] | None:
+    """Names of the parameters that a Triton kernel stores through, from its source; None when it can't be read.
+
+    A parameter counts when it reaches the address of a ``store`` or ``atomic_*`` through assignments, or is passed on
+    to a function of the kernel's module that stores through it; so do the scalars in such an address. Loaded values are
+    no addresses.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    body = next((n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)), None)
+    if body is None:
+        return None
+    reach = {a.arg: {a.arg} for a in body.args.posonlyargs + body.args.args + body.args.kwonlyargs}
+    scope = inspect.unwrap(kernel).__globals__
+
+    def roots(node: ast.AST) -> set[str]:
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("load", "program_id", "arange"):
+            return set()
+        if isinstance(node, ast.Name):
+            return reach.get(node.id, set())
+        return set().union(*(roots(child) for child in ast.iter_child_nodes(node)), set())
+
+    stored: set[str] = set()
+    for _ in range(3):  # loops carry pointers backwards
+        for node in ast.walk(body):
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    for name in ast.walk(target):
+                        if isinstance(name, ast.Name):
+                            reach[name.id] = reach.get(name.id, set()) | roots(node.value)
+            elif isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if name == "store" or name.startswith("atomic_"):
+                    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+                    pointer = node.args[0] if node.args else next((k.value for k in node.keywords), owner)
+                    if (
+                        not (isinstance(owner, ast.Name) and owner.id in ("tl", "language"))
+                        and owner is not None
+                    ):
+                        pointer = owner  # descriptor.store(...)
+                    stored |= roots(pointer)
+                    continue
+                callee = scope.get(name)
+                callee = getattr(callee, "fn", callee)
+                if inspect.isfunction(callee) and callee is not kernel:
+                    inner = written_parameters(callee)
+                    names = list(inspect.signature(callee).parameters)
+                    passed = list(zip(names, node.args, strict=False)) + [
+                        (k.arg, k.value) for k in node.keywords
+                    ]
+                    for parameter, value in passed:
+                        if inner is not None and parameter in inner:
+                            stored |= roots(value)
+    return frozenset(stored)
+
+
+class _Layers:
+    """Which module is running, from global module hooks."""
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []
+        self._handles: list = []
+
+    def __enter__(self) -> _Layers:
+        self._handles = [
+            torch.nn.modules.module.register_module_forward_pre_hook(self._enter_module),
+            torch.nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter_module(self, module, args) -> None:
+        layer = getattr(module, "layer_id", None)
+        name = type(module).__name__
+        self._stack.append(f"{layer}.{name}" if isinstance(layer, int) else name)
+
+    def _leave_module(self, module, args, output) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    def current(self) -> str | None:
+        """The innermost module that has a layer number, and the module that runs."""
+        if not self._stack:
+            return None
+        numbered = next((n for n in reversed(self._stack) if n[0].isdigit()), None)
+        last = self._stack[-1]
+        return last if numbered in (None, last) else f"{numbered} > {last}"
+
+
+def _stack() -> list[str]:
+    """The caller's frames outside torch, Triton and this file, innermost first."""
+    frames = []
+    frame = sys._getframe(1)
+    while frame is not None and len(frames) < _FRAMES:
+        code = frame.f_code
+        if not code.co_filename.startswith(_INSIDE):
+            frames.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}")
+        frame = frame.f_back
+    return frames
+
+
+_INSIDE = (
+    os.path.dirname(torch.__file__),
+    __file__,
+    os.path.join(os.path.dirname(__file__), "stream_order.py"),
+)
+
+
+class Recorder(TorchDispatchMode):
+    """Feeds one ``HappensBefore`` from the running thread. Use ``detect_graph_races``."""
+
+    def __init__(self, report: RaceReport) -> None:
+        super().__init__()
+        self.report = report
+        self.engine = report.engine
+        self.layers = _Layers()
+        self._thread = threading.get_ident()
+        self._written_blocks: set[int] = set()
+        self._waits = 0
+
+    # Callbacks of torch.cuda._gpu_trace.
+    def on_alloc(self, address: int) -> None:
+        if self._mine():
+            self._written_blocks.discard(address)
+            self.engine.alloc(address, _UNSEEN, self.stream())
+
+    def on_free(self, address: int) -> None:
+        if self._mine():
+            self.engine.free(address)
+
+    def on_record(self, event: int, stream: int) -> None:
+        if self._mine():
+            self.engine.record(event, stream)
+
+    def on_wait(self, event: int, stream: int) -> None:
+        if self._mine():
+            self._waits += 1
+            self.engine.wait(event, stream)
+
+    def on_synchronize(self, stream: int | None = None, event: int | None = None) -> None:
+        if self._mine():
+            self.engine.synchronize(stream, event)
+
+    def _mine(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        written, launches, fresh = _writes_of(func)
+        results = [t for t in tree_iter(out) if self._is_operand(t)] if fresh else []
+        for tensor in results:
+            self.engine.resize(_base(tensor), tensor.untyped_storage().nbytes())
+        if launches:
+            reads, writes = [], list(results)
+            for key, value in (*enumerate(args), *kwargs.items()):
+                tensors = [t for t in tree_iter(value) if self._is_operand(t)]
+                (writes if key in written else reads).extend(tensors)
+            self.launch(str(func), reads, writes)
+        return out
+
+    def _is_operand(self, value) -> bool:
+        return isinstance(value, torch.Tensor) and self.owns(value)
+
+    def launch(self, name: str, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+        """One operation on the current stream with these operands."""
+        if not (reads or writes):
+            return
+        for tensor in writes:
+            self._written_blocks.add(_base(tensor))
+        info = {
+            "layer": self.layers.current(),
+            "tensors": [f"writes {_describe(t)}" for t in writes] + [f"reads {_describe(t)}" for t in reads],
+            "stack": _stack(),
+        }
+        self.engine.op(
+            self.stream(), [region_of(t) for t in reads], [region_of(t) for t in writes], name, info
+        )
+
+    def launch_opaque(
+        self, name: str, operands: list[torch.Tensor], written: frozenset[int] | None = None
+    ) -> None:
+        """An operation whose writes may be unknown: then an operand whose memory nothing wrote yet is a result."""
+        reads, writes = [], []
+        for i, tensor in enumerate(operands):
+            if written is None:
+                base = _base(tensor)
+                result = self.engine.allocated(base) and base not in self._written_blocks
+            else:
+                result = i in written
+            (writes if result else reads).append(tensor)
+        self.launch(name, reads, writes)
+
+
+def _base(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} ({tensor.numel() * tensor.element_size()} B)"
+
+
+_active: Recorder | None = None
+_trace_installed = False
+
+
+def _install_trace() -> None:
+    """Register with torch.cuda._gpu_trace once; its registry has no way to take a callback back."""
+    global _trace_installed
+    if _trace_installed:
+        return
+    import torch.cuda._gpu_trace as trace
+
+    def forward(method: str, **fixed) -> Callable:
+        def callback(*args):
+            if _active is not None:
+                getattr(_active, method)(*args, **fixed)
+
+        return callback
+
+    torch._C._activate_gpu_trace()
+    trace.register_callback_for_memory_allocation(forward("on_alloc"))
+    trace.register_callback_for_memory_deallocation(forward("on_free"))
+    trace.register_callback_for_event_record(forward("on_record"))
+    trace.register_callback_for_event_wait(forward("on_wait"))
+    trace.register_callback_for_device_synchronization(forward("on_synchronize"))
+    trace.register_callback_for_stream_synchronization(lambda s: _active and _active.on_synchronize(stream=s))
+    trace.register_callback_for_event_synchronization(lambda e: _active and _active.on_synchronize(event=e))
+    _trace_installed = True
+
+
+@contextmanager
+def _replaced(owner, name: str, make: Callable) -> Iterator[None]:
+    """``owner.name`` replaced by ``make(owner.name)`` for the block."""
+    original = getattr(owner, name)
+    own = name in vars(owner)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original) if own else delattr(owner, name)
+
+
+def _observe_captures(recorder: Recorder):
+    def begin(original):
+        def capture_begin(self, *args, **kwargs):
+            original(self, *args, **kwargs)
+            recorder.engine.capture_begin(recorder.stream())
+
+        return capture_begin
+
+    def end(original):
+        def capture_end(self):
+            recorder.engine.capture_end()
+            original(self)
+
+        return capture_end
+
+    stack = ExitStack()
+    stack.enter_context(_replaced(torch.cuda.CUDAGraph, "capture_begin", begin))
+    stack.enter_context(_replaced(torch.cuda.CUDAGraph, "capture_end", end))
+    return stack
+
+
+def _observe_wait_stream(recorder: Recorder):
+    """A ``wait_stream`` that returns without a wait was dropped by whoever replaced it."""
+
+    def make(original):
+        def wait_stream(self, stream):
+            before = recorder._waits
+            original(self, stream)
+            if recorder._waits == before:
+                recorder.engine.wait_dropped(self.cuda_stream, stream.cuda_stream, info={"stack": _stack()})
+
+        return wait_stream
+
+    return _replaced(torch.cuda.Stream, "wait_stream", make)
+
+
+def _observe_triton(recorder: Recorder):
+    jit = sys.modules.get("triton.runtime.jit")
+    if jit is None:
+        return ExitStack()
+
+    def make(original):
+        def run(self, *args, grid, warmup, **kwargs):
+            result = original(self, *args, grid=grid, warmup=warmup, **kwargs)
+            if not warmup:
+                named = [(n, v) for n, v in (*zip(self.arg_names, args, strict=False), *kwargs.items())]
+                operands = [(n, v) for n, v in named if recorder._is_operand(v)]
+                stored = written_parameters(self.fn)
+                written = (
+                    None
+                    if stored is None
+                    else frozenset(i for i, (n, _) in enumerate(operands) if n in stored)
+                )
+                recorder.launch_opaque(f"triton::{self.fn.__name__}", [v for _, v in operands], written)
+            return result
+
+        return run
+
+    return _replaced(jit.JITFunction, "run", make)
+
+
+def _observe_tvm_ffi(recorder: Recorder):
+    ffi = sys.modules.get("tvm_ffi")
+    if ffi is None:
+        return ExitStack()
+
+    def make(original):
+        def getattribute(self, name):
+            value = original(self, name)
+            if name.startswith("_") or not isinstance(value, ffi.Function):
+                return value
+
+            def call(*args):
+                result = value(*args)
+                recorder.launch_opaque(f"jit::{name}", [a for a in args if recorder._is_operand(a)])
+                return result
+
+            return call
+
+        return getattribute
+
+    return _replaced(ffi.Module, "__getattribute__", make)
+
+
+@contextmanager
+def detect_graph_races(report: RaceReport | None = None, label: str = "") -> Iterator[RaceReport]:
+    """Record what the block runs on every stream and report operations that race.
+
+    Args:
+        report: goes on with a report of an earlier block, such as the capture of another batch size.
+        label: names the block in the report.
+    Returns:
+        The report; complete when the block ends.
+    Raises:
+        RuntimeError: inside another such block.
+    """
+    global _active
+    if _active is not None:
+        raise RuntimeError("detect_graph_races() is already active; blocks can't be nested.")
+    report = report or RaceReport()
+    report.captures.append(label or time.strftime("%H:%M:%S"))
+    _install_trace()
+    recorder = Recorder(report)
+    if torch.cuda.is_current_stream_capturing():
+        recorder.engine.capture_begin(recorder.stream())
+    _active = recorder
+    try:
+        with ExitStack() as stack:
+            for observe in (_observe_captures, _observe_wait_stream, _observe_triton, _observe_tvm_ffi):
+                stack.enter_context(observe(recorder))
+            stack.enter_context(recorder.layers)
+            stack.enter_context(recorder)
+            yield report
+    finally:
+        _active = None
+        report.engine.capture_end()
+        # What comes after the block is unseen, so nothing of the block may be taken as unordered against the next.
+        report.engine.synchronize()
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) != 1:
+        print("usage: race_detector REPORT.json", file=sys.stderr)
+        return 2
+    try:
+        report = json.loads(Path(argv[0]).read_text())
+        text = render(report)
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        print(
+            f"race_detector: REPORT must be a report of --debug-graph-races, got {argv[0]}: {e}",
+            file=sys.stderr,
+        )
+        return 2
+    print(text)
+    return 1 if report["races"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""The detector's recorder on CPU tensors with numbered streams, its report and its exit code."""
+
+import contextlib
+import io
+import json
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+from sglang.srt.model_executor.graph_guard import race_detector
+from sglang.srt.model_executor.graph_guard.happens_before import LIVE, REUSE
+from sglang.srt.model_executor.graph_guard.race_detector import (
+    RaceReport,
+    Recorder,
+    region_of,
+    written_parameters,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=8, suite="unit")
+
+
+class FakeRecorder(Recorder):
+    on = 1
+
+    def stream(self):
+        return self.on
+
+    def owns(self, tensor):
+        return True
+
+
+class tl:  # stands for triton.language in the kernels below, which are only read
+    pass
+
+
+def _store_through_helper(dst, value):
+    tl.store(dst, value)
+
+
+def kernel_copy(src_ptr, dst_ptr, index_ptr, n, BLOCK: int):
+    index = tl.load(index_ptr + n)
+    row = dst_ptr + index * n
+    value = tl.load(src_ptr + n)
+    if n > 0:
+        tl.store(row + n, value)
+
+
+def kernel_indirect(a_ptr, b_ptr, c_ptr, lock_ptr, n):
+    out = a_ptr
+    out += n
+    _store_through_helper(b_ptr + n, tl.load(c_ptr))
+    tl.store(out, 0)
+    tl.atomic_add(lock_ptr, 1)
+
+
+class RecorderTest(unittest.TestCase):
+    def setUp(self):
+        self.report = RaceReport()
+        self.recorder = FakeRecorder(self.report)
+
+    def test_operands_come_from_the_schema(self):
+        x, out = torch.ones(8), torch.zeros(8)
+        with self.recorder:
+            torch.add(x, 1, out=out)
+            self.recorder.on = 2
+            y = x * 2  # only reads what stream 1 read
+            self.assertEqual(self.report.races, [])
+            out.mul_(2)  # reads and writes what stream 1 wrote
+        (race,) = self.report.races
+        self.assertEqual((race.kind, race.first.stream, race.second.stream), (LIVE, 1, 2))
+        self.assertEqual(race.second.name, "aten.mul_.Tensor")
+        self.assertTrue(race.first_writes and race.second_writes)
+        self.assertEqual(y.sum(), 16)
+
+    def test_an_event_orders(self):
+        out = torch.zeros(8)
+        with self.recorder:
+            out.add_(1)
+            self.recorder.on_record(77, 1)
+            self.recorder.on_wait(77, 2)
+            self.recorder.on = 2
+            out.add_(1)
+        self.assertEqual(self.report.races, [])
+
+    def test_reuse_by_allocation_trace(self):
+        memory = torch.zeros(64)
+        address = memory.data_ptr()
+        with self.recorder:
+            self.recorder.on_alloc(address)
+            memory.add_(1)
+            self.recorder.on_free(address)
+            self.recorder.on = 2
+            self.recorder.on_alloc(address)
+            memory[:16].fill_(0)
+        (race,) = self.report.races
+        self.assertEqual(race.kind, REUSE)
+        self.assertEqual(race.allocations[1][1], 2)
+
+    def test_views_and_empties_launch_nothing(self):
+        x = torch.zeros(4, 4)
+        with self.recorder:
+            x.t()[1:].unsqueeze(0)
+            torch.empty_like(x)
+        self.assertEqual(self.report.engine.operations, 0)
+
+    def test_opaque_launch_writes_what_nothing_wrote_yet(self):
+        source, result = torch.ones(4), torch.zeros(4)
+        self.recorder.on_alloc(result.data_ptr())
+        self.recorder.launch_opaque("jit::forward", [source, result])
+        self.recorder.on = 2
+        self.recorder.launch_opaque("jit::read", [source])
+        self.assertEqual(self.report.races, [])
+        self.recorder.launch_opaque("jit::read", [result])
+        self.assertEqual(len(self.report.races), 1)
+
+    def test_layer_and_stack(self):
+        class Attention(torch.nn.Module):
+            layer_id = 3
+
+            def forward(self, x):
+                return x.add_(1)
+
+        x = torch.zeros(2)
+        with self.recorder.layers, self.recorder:
+            Attention()(x)
+            self.recorder.on = 2
+            x.add_(1)
+        race = self.report.races[0]
+        self.assertEqual(race.first.info["layer"], "3.Attention")
+        self.assertIsNone(race.second.info["layer"])
+        self.assertIn("Attention.forward", race.first.info["stack"][0])
+        self.assertIn("float32[2] (8 B)", race.first.info["tensors"][0])
+
+
+class RegionTest(unittest.TestCase):
+    def test_dense_and_columns(self):
+        x = torch.zeros(10, 64)
+        self.assertEqual(region_of(x).nbytes, 2560)
+        self.assertEqual(region_of(x).pitch, 0)
+        q, k = x.split([48, 16], dim=1)
+        self.assertEqual((region_of(q).pitch, region_of(q).width), (256, 192))
+        self.assertFalse(region_of(q).overlaps(region_of(k)))
+        self.assertTrue(region_of(q).overlaps(region_of(x)))
+        self.assertFalse(region_of(q.unflatten(1, (3, 16))).overlaps(region_of(k)))
+        self.assertEqual(region_of(x[:0]).nbytes, 0)
+        self.assertEqual(region_of(torch.zeros(1).expand(5)).nbytes, 4)
+
+
+class TritonSourceTest(unittest.TestCase):
+    def test_parameters_that_a_kernel_stores_through(self):
+        for kernel, pointers in (
+            (kernel_copy, {"dst_ptr"}),
+            (kernel_indirect, {"a_ptr", "b_ptr", "lock_ptr"}),
+        ):
+            self.assertEqual({p for p in written_parameters(kernel) if p.endswith("_ptr")}, pointers)
+        self.assertIsNone(written_parameters(len))
+
+
+class ReportTest(unittest.TestCase):
+    def run_main(self, *argv):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            return race_detector.main(list(argv)), out.getvalue()
+
+    def test_json_text_and_exit_code(self):
+        report = RaceReport()
+        recorder = FakeRecorder(report)
+        x = torch.zeros(8)
+        with recorder:
+            for stream in (1, 2):
+                recorder.on = stream
+                x.add_(1)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "races.json")
+            report.write(path)
+            code, text = self.run_main(str(path))
+            self.assertEqual(code, 1)
+            for part in (
+                "live-conflict",
+                "stream 0x1",
+                "stream 0x2",
+                "aten.add_",
+                "float32[8] (32 B)",
+                __file__,
+            ):
+                self.assertIn(part, text)
+            data = json.loads(path.read_text())
+            self.assertEqual((data["races"], data["distinct"][0]["bytes"]), (1, 32))
+            RaceReport().write(path)
+            self.assertEqual(self.run_main(str(path))[0], 0)
+            path.write_text("{}")
+            code, text = self.run_main(str(path))
+            self.assertEqual(code, 2)
+            self.assertIn(str(path), text)
+            self.assertEqual(self.run_main()[0], 2)
+
+
+if __name__ == "__main__":
+    unittest.main()

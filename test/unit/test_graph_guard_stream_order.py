@@ -1,0 +1,284 @@
+"""Stream-safe capture and the ordering of breaks, with streams that only keep a record."""
+
+import sys
+import types
+import unittest
+from unittest import mock
+
+import torch
+from sglang.srt.model_executor.graph_guard import stream_order
+from sglang.srt.model_executor.graph_guard.stream_order import (
+    CudaStreams,
+    HostReadInCaptureError,
+    StreamSafeCapture,
+    order_after_break,
+    order_after_reads,
+    order_dropped_join,
+    separate_flashinfer_workspaces,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=8, suite="unit")
+
+
+class FakeStreams(CudaStreams):
+    """Streams are strings, CPU tensors count as CUDA's."""
+
+    def __init__(self):
+        self.stream = "main"
+        self.in_capture = {"main"}
+        self.recorded = []
+
+    def current(self):
+        return self.stream
+
+    def capturing(self, stream=None):
+        return (stream or self.stream) in self.in_capture
+
+    def owns(self, tensor):
+        return True
+
+    def record(self, tensor, stream):
+        self.recorded.append((tensor.untyped_storage().data_ptr(), stream))
+
+
+class FakeEvent:
+    def record(self, stream=None):
+        pass
+
+    def wait(self, stream=None):
+        pass
+
+
+class StreamSafeCaptureTest(unittest.TestCase):
+    def setUp(self):
+        self.device = FakeStreams()
+        patch = mock.patch.object(torch.cuda, "Event", FakeEvent)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def capture(self, **kwargs):
+        return StreamSafeCapture(device=self.device, **kwargs)
+
+    def join(self, stream, source="main"):
+        event = torch.cuda.Event()
+        event.record(source)
+        self.device.in_capture.add(stream)
+        event.wait(stream)
+
+    def streams_of(self, tensor):
+        return {s for address, s in self.device.recorded if address == tensor.untyped_storage().data_ptr()}
+
+    def test_later_storages_are_recorded_on_all_streams(self):
+        with self.capture():
+            self.join("side")
+            y = torch.ones(4) + 1
+        self.assertEqual(self.streams_of(y), {"main", "side"})
+
+    def test_live_storages_are_recorded_on_a_stream_that_joins_late(self):
+        with self.capture() as capture:
+            x = torch.ones(4)
+            dead = torch.zeros(1 << 12)
+            dead_address = dead.data_ptr()
+            del dead
+            self.assertEqual(self.streams_of(x), {"main"})
+            self.join("side")
+            self.assertEqual(capture.streams, ("main", "side"))
+        self.assertEqual(self.streams_of(x), {"main", "side"})
+        self.assertNotIn((dead_address, "side"), self.device.recorded)
+
+    def test_a_view_is_its_storage(self):
+        with self.capture():
+            x = torch.ones(8)
+            before = len(self.device.recorded)
+            x[2:].view(2, 3).t()
+        self.assertEqual(len(self.device.recorded), before)
+
+    def test_storage_first_seen_as_an_operand(self):
+        """A compiled region's result."""
+        x = torch.ones(4)
+        with self.capture():
+            self.join("side")
+            x.add_(1)
+        self.assertEqual(self.streams_of(x), {"main", "side"})
+
+    def test_streams_leave_at_the_end_of_a_segment(self):
+        segment = 0
+        with self.capture(segment=lambda: segment) as capture:
+            self.join("side")
+            torch.ones(4)
+            segment = 1
+            self.device.in_capture = {"main"}
+            y = torch.ones(4)
+            self.assertEqual(capture.streams, ("main",))
+        self.assertEqual(self.streams_of(y), {"main"})
+
+    def test_eager_work_in_a_break_is_left_alone(self):
+        with self.capture():
+            self.device.in_capture = set()
+            x = torch.ones(4)
+            self.assertEqual(x[0].item(), 1.0)
+        self.assertEqual(self.device.recorded, [])
+
+    def test_a_break_that_leaves_a_fork_open(self):
+        forks, segment = [], 0
+        with self.capture(segment=lambda: segment, on_open_fork=forks.append):
+            torch.ones(1)
+            self.device.in_capture = set()
+            for stream, source in (
+                ("joined", "main"),
+                ("open", "main"),
+                ("nested", "open"),
+                ("main", "joined"),
+            ):
+                event = torch.cuda.Event()
+                event.record(source)
+                event.wait(stream)
+            segment = 1
+            self.device.in_capture = {"main"}
+            torch.ones(1)
+            self.assertEqual(forks, ["open", "nested"])
+            torch.ones(1)
+        self.assertEqual(forks, ["open", "nested"])
+
+    def test_events_are_put_back(self):
+        record, wait = FakeEvent.record, FakeEvent.wait
+        with self.assertRaises(ZeroDivisionError), self.capture():
+            raise ZeroDivisionError
+        self.assertIs(FakeEvent.record, record)
+        self.assertIs(FakeEvent.wait, wait)
+
+    def test_a_validation_hook_that_reads_is_named(self):
+        def check_finite(module, args, out):
+            if out.isnan().any().item():
+                raise ValueError
+
+        layer = torch.nn.Linear(2, 2)
+        layer.register_forward_hook(check_finite)
+        with torch.no_grad(), self.capture(), self.assertRaises(HostReadInCaptureError) as refusal:
+            layer(torch.ones(1, 2))
+        text = str(refusal.exception)
+        self.assertIn("check_finite", text)
+        self.assertIn(f"{__file__}:", text)
+        self.assertIn("Tensor.item()", text)
+
+    def test_other_host_reads(self):
+        x = torch.ones(3)
+        reads = (lambda: bool(x[0] > 0), lambda: x.nonzero(), lambda: x.to("cpu", copy=True))
+        for read in reads:
+            with self.capture(), self.assertRaises(HostReadInCaptureError):
+                read()
+        with self.capture():
+            x.to("cpu", copy=True, non_blocking=True)  # a copy to pinned memory is a node like any other
+
+
+class BreakTest(unittest.TestCase):
+    def setUp(self):
+        self.log = []
+        log = self.log
+
+        class Graph:
+            def __init__(self):
+                self._break_fns = []
+
+            def replay(self):
+                log.append("replay")
+
+        self.graph = Graph()
+        self.stream = mock.Mock()
+        self.stream.wait_stream = lambda s: self.log.append(f"wait {s}")
+
+    def order(self, side):
+        order_after_break(self.graph, side, current_stream=lambda: self.stream)
+
+    def test_the_wait_follows_the_last_break_once(self):
+        self.graph._break_fns = [lambda: self.log.append("b0"), lambda: self.log.append("b1") or "out"]
+        self.order("side")
+        self.order("side")
+        self.graph._break_fns[0]()
+        self.assertEqual(self.graph._break_fns[1](), "out")
+        self.assertEqual(self.log, ["b0", "b1", "wait side"])
+
+    def test_before_the_first_segment_the_replay_waits(self):
+        self.order("side")
+        self.graph.replay()
+        self.assertEqual(self.log, ["wait side", "replay"])
+
+    def test_off_switch(self):
+        capture = types.SimpleNamespace(cuda_graph=self.graph)
+        with mock.patch.dict("os.environ", SGLANG_GRAPH_GUARD="0"):
+            order_dropped_join(capture, "side")
+            order_after_reads(self.stream, "main")
+        self.assertNotIn("_graph_guard_ordered", vars(self.graph))
+        self.assertEqual(self.log, [])
+        order_after_reads(self.stream, "main")
+        self.assertEqual(self.log, ["wait main"])
+        order_dropped_join(None, "side")  # a wait outside any breakable capture
+
+
+class FlashInferTest(unittest.TestCase):
+    def test_each_stream_has_its_own_scratch(self):
+        buffers = {}
+
+        def _get_cache_buf(name, nbytes, device):
+            return buffers.setdefault((name, device), torch.empty(nbytes, dtype=torch.uint8))
+
+        utils, gemm = types.ModuleType("flashinfer.utils"), types.ModuleType("flashinfer.gemm")
+        utils._get_cache_buf = gemm._get_cache_buf = _get_cache_buf
+        modules = {
+            "flashinfer": types.ModuleType("flashinfer"),
+            "flashinfer.utils": utils,
+            "flashinfer.gemm": gemm,
+        }
+        with (
+            mock.patch.dict(sys.modules, modules),
+            mock.patch.object(torch.cuda, "current_stream") as current,
+        ):
+            self.assertTrue(separate_flashinfer_workspaces())
+            self.assertTrue(separate_flashinfer_workspaces())  # once more changes nothing
+            current.return_value = types.SimpleNamespace(cuda_stream=1)
+            on_main = gemm._get_cache_buf("mm_fp4", 16, "cuda:0")
+            self.assertIs(utils._get_cache_buf("mm_fp4", 16, "cuda:0"), on_main)
+            current.return_value = types.SimpleNamespace(cuda_stream=2)
+            self.assertIsNot(gemm._get_cache_buf("mm_fp4", 16, "cuda:0"), on_main)
+        self.assertEqual(len(buffers), 2)
+
+    def test_without_flashinfer(self):
+        with mock.patch.dict(sys.modules, {"flashinfer.utils": None}):
+            self.assertFalse(separate_flashinfer_workspaces())
+
+
+class ReuseFlagTest(unittest.TestCase):
+    def setUp(self):
+        stream_order.enable_record_stream_reuse.cache_clear()
+        self.addCleanup(stream_order.enable_record_stream_reuse.cache_clear)
+
+    def settle(self, environment, effect=None):
+        with (
+            mock.patch.dict("os.environ", environment, clear=True),
+            mock.patch.object(
+                torch.cuda.memory, "_set_allocator_settings", side_effect=effect, create=True
+            ) as settings,
+        ):
+            return stream_order.enable_record_stream_reuse(), settings
+
+    def test_settings_of_the_environment_stay(self):
+        on, settings = self.settle({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+        self.assertTrue(on)
+        settings.assert_called_once_with("expandable_segments:True,graph_capture_record_stream_reuse:True")
+
+    def test_a_torch_without_the_flag_is_said_in_the_log(self):
+        with self.assertLogs(stream_order.logger, "WARNING") as log:
+            on, _ = self.settle({}, RuntimeError("Unrecognized key"))
+        self.assertFalse(on)
+        self.assertIn("graph_capture_record_stream_reuse", log.output[0])
+
+    def test_switched_off_by_the_environment(self):
+        with self.assertLogs(stream_order.logger, "WARNING"):
+            on, settings = self.settle({"PYTORCH_ALLOC_CONF": "graph_capture_record_stream_reuse:False"})
+        self.assertFalse(on)
+        settings.assert_not_called()
+
+
+if __name__ == "__main__":
+    unittest.main()
