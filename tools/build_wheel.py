@@ -125,7 +125,9 @@ def build_sdist(sdist_directory, config_settings=None) -> str:
     tops = [ROOT / name for name in SDIST if (ROOT / name).exists()]
     files = {f for top in tops for f in (top.rglob("*") if top.is_dir() else [top]) if f.is_file()}
     members = {f.relative_to(ROOT): f.read_bytes() for f in files}
-    members = {r: data for r, data in members.items() if not any(p.startswith((".", "__pycache__")) for p in r.parts)}
+    members = {
+        r: data for r, data in members.items() if not any(p.startswith((".", "__pycache__")) for p in r.parts)
+    }
     members[Path("PKG-INFO")] = about.encode()
     path = Path(sdist_directory, f"{stem}.tar.gz")
     with open(path, "wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed:

@@ -71,7 +71,9 @@ def dev(series: Series, pins: Pins, upstream: Release, folder: Path) -> None:
         put(folder)
         return
     if folder.exists() and any(folder.iterdir()) and not list(folder.glob(f"sglang-*.dist-info/{STAMP}")):
-        raise Stop(f"{folder} holds something that is not a development tree: name another folder or empty it.")
+        raise Stop(
+            f"{folder} holds something that is not a development tree: name another folder or empty it."
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".dev-") as tmp:
         new = Path(tmp, "site")

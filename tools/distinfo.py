@@ -10,7 +10,10 @@ import tomllib
 from .series import Series, module_path
 from .upstream import Pins, Release, Stop
 
-LICENSES = {"LICENSE": "LICENSE-ddtree", "NOTICE": "NOTICE"}  # file in this repository: name beside upstream's LICENSE
+LICENSES = {
+    "LICENSE": "LICENSE-ddtree",
+    "NOTICE": "NOTICE",
+}  # file in this repository: name beside upstream's LICENSE
 
 
 def folder(pins: Pins) -> str:
@@ -25,7 +28,9 @@ def metadata(pins: Pins, upstream: Release) -> bytes:
     ours = "".join(f"License-File: {name}\n" for name in LICENSES.values())
     head, licenses = re.subn(r"(?m)^License-File: .*\n", lambda m: m.group() + ours, head, count=1)
     if (versions, licenses) != (1, 1):
-        raise Stop(f"the METADATA of {upstream.wheel.file} is not laid out as known: adapt tools/distinfo.py.")
+        raise Stop(
+            f"the METADATA of {upstream.wheel.file} is not laid out as known: adapt tools/distinfo.py."
+        )
     return f"{head}\n\n{body}".encode()
 
 
@@ -49,16 +54,22 @@ def entry_points(series: Series, upstream: Release) -> bytes:
 def changes(series: Series) -> str:
     """The files of upstream's that the series changes, for the NOTICE."""
     by = {path: ", ".join(p.name for p in series.patches if path in p.hunks) for path in series.touched}
-    return "\nChanged files, and the patches that change them:\n" + "".join(f"  {p}: {n}\n" for p, n in by.items())
+    return "\nChanged files, and the patches that change them:\n" + "".join(
+        f"  {p}: {n}\n" for p, n in by.items()
+    )
 
 
 def files(pins: Pins, series: Series, upstream: Release) -> dict[str, bytes]:
     """Every file of our .dist-info but RECORD, by path in the wheel."""
-    names = [n for n in upstream.entries if n.startswith(upstream.dist_info + "/") and not n.endswith("/RECORD")]
+    names = [
+        n for n in upstream.entries if n.startswith(upstream.dist_info + "/") and not n.endswith("/RECORD")
+    ]
     out = {n.removeprefix(upstream.dist_info): upstream.read(n) for n in names}
     out["/METADATA"] = metadata(pins, upstream)
     out["/entry_points.txt"] = entry_points(series, upstream)
-    out["/WHEEL"] = re.sub(rb"(?m)^Generator: .*$", b"Generator: sglang-ddtree tools.build_wheel", out["/WHEEL"])
+    out["/WHEEL"] = re.sub(
+        rb"(?m)^Generator: .*$", b"Generator: sglang-ddtree tools.build_wheel", out["/WHEEL"]
+    )
     for source, name in LICENSES.items():
         out[f"/licenses/{name}"] = (series.root / source).read_bytes()
     out["/licenses/NOTICE"] += changes(series).encode()

@@ -6,7 +6,8 @@ import datetime
 from pathlib import Path
 
 from .devtree import dev
-from .series import Patch, Series, merge, must_parse, write
+from .patch import Patch, merge, must_parse
+from .series import Series, write
 from .symbols import changed
 from .upstream import Pins, Release, Stop
 from .workspace import Workspace
@@ -32,13 +33,21 @@ def edit(series: Series, pins: Pins, upstream: Release, name: str, folder: Path)
         Stop: folder is in use; nothing is touched then.
     """
     if not name.endswith(".patch") or name.count("/") != 1:
-        raise Stop(f"a patch is named FOLDER/PURPOSE.patch, for example cpu/optional-torchvision.patch, not {name}.")
+        raise Stop(
+            f"a patch is named FOLDER/PURPOSE.patch, for example cpu/optional-torchvision.patch, not {name}."
+        )
     if folder.exists() and any(folder.iterdir()):
         raise Stop(f"{folder} is in use: export and delete it, or name another one with --dir.")
     dev(series, pins, upstream, folder)
     tree = Workspace(folder)
     tree.init()
-    exclude = ["*.so", "__pycache__/", "/*.dist-info/", f"/{HEADER}", *(f"/{path}" for path in series.overlay)]
+    exclude = [
+        "*.so",
+        "__pycache__/",
+        "/*.dist-info/",
+        f"/{HEADER}",
+        *(f"/{path}" for path in series.overlay),
+    ]
     write(folder / ".git/info/exclude", "\n".join(exclude) + "\n")
     tree.put({path: upstream.read(path) for path in series.touched})
     tree.commit(f"sglang {pins.sglang}")
@@ -48,7 +57,11 @@ def edit(series: Series, pins: Pins, upstream: Release, name: str, folder: Path)
     mine = next((p for p in series.patches if p.name == name), None)
     if mine:
         tree.put({path: merge(upstream.read(path), series.patches, path)[0] for path in mine.hunks})
-    header = Patch(name, mine.fields).format() if mine else TEMPLATE.format(today=datetime.date.today().isoformat())
+    header = (
+        Patch(name, mine.fields).format()
+        if mine
+        else TEMPLATE.format(today=datetime.date.today().isoformat())
+    )
     write(folder / HEADER, header)
 
 
@@ -66,7 +79,9 @@ def export(series: Series, upstream: Release, folder: Path) -> Patch:
     name = tree.text("config", NAME)
     strays = [line[3:] for line in tree.text("status", "--porcelain").splitlines() if line.startswith("??")]
     if strays:
-        raise Stop(f"{folder}/{strays[0]} is a new file: ours belong under python/, run edit again to link them.")
+        raise Stop(
+            f"{folder}/{strays[0]} is a new file: ours belong under python/, run edit again to link them."
+        )
     hunks = tree.patch(Patch(name, {}), "upstream-files", "HEAD").hunks
     if not hunks:
         raise Stop(f"there is nothing to export: `git -C {folder} diff` is empty.")

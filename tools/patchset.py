@@ -16,7 +16,9 @@ from .upstream import ROOT, Pins, Release, Stop, cache_dir
 
 def parse(argv: list[str] | None, root: Path) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.patchset", description=__doc__)
-    parser.add_argument("--cache", type=Path, help="folder for upstream wheels ($XDG_CACHE_HOME/sglang-ddtree)")
+    parser.add_argument(
+        "--cache", type=Path, help="folder for upstream wheels ($XDG_CACHE_HOME/sglang-ddtree)"
+    )
     parser.add_argument("--python", help="build for this interpreter, e.g. cp312 (default: the running one)")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("fetch", help="get the pinned wheel into the cache, print its path")
@@ -33,10 +35,16 @@ def parse(argv: list[str] | None, root: Path) -> argparse.Namespace:
     command.add_argument("dir", nargs="?", type=Path, default=root / "build/dev")
     command = commands.add_parser("rebase", help="carry the series and upstream.toml to another release")
     command.add_argument("version")
-    command.add_argument("--dir", type=Path, default=root / "build/rebase", help="for the temporary repository (build/rebase)")
-    command.add_argument("--continue", dest="resume", action="store_true", help="after a conflict was mended there")
+    command.add_argument(
+        "--dir", type=Path, default=root / "build/rebase", help="for the temporary repository (build/rebase)"
+    )
+    command.add_argument(
+        "--continue", dest="resume", action="store_true", help="after a conflict was mended there"
+    )
     command = commands.add_parser("provenance", help="look for lines that we share with upstream")
-    command.add_argument("--also", type=Path, action="append", default=[], help="a further folder of others' sources")
+    command.add_argument(
+        "--also", type=Path, action="append", default=[], help="a further folder of others' sources"
+    )
     command = commands.add_parser("build", help="build the wheel into DIR, print its path")
     command.add_argument("dir", nargs="?", type=Path, default=root / "dist")
     return parser.parse_args(argv)

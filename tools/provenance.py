@@ -11,7 +11,23 @@ from pathlib import Path
 from .upstream import Release, Stop
 
 RUN = 6  # consecutive non-trivial lines that may not be shared
-TEXT = (".py", ".pyi", ".cu", ".cuh", ".h", ".hpp", ".cpp", ".cc", ".c", ".hip", ".md", ".txt", ".toml", ".yaml", ".sh")
+TEXT = (
+    ".py",
+    ".pyi",
+    ".cu",
+    ".cuh",
+    ".h",
+    ".hpp",
+    ".cpp",
+    ".cc",
+    ".c",
+    ".hip",
+    ".md",
+    ".txt",
+    ".toml",
+    ".yaml",
+    ".sh",
+)
 TEXT += (".jinja2", ".js", ".mjs", ".css", ".html")
 TRIVIAL = re.compile(
     r"""\W*                                                                 # blank, or punctuation alone
@@ -61,7 +77,9 @@ def tracked(root: Path) -> list[Path]:
     )
     if done.returncode:
         raise Stop(f"provenance needs the git checkout, and {root} is none: run it there.")
-    return [root / name for name in sorted(done.stdout.decode().split("\0")) if name and (root / name).is_file()]
+    return [
+        root / name for name in sorted(done.stdout.decode().split("\0")) if name and (root / name).is_file()
+    ]
 
 
 def copies(files: dict[str, str], sources: dict[str, str]) -> list[Copy]:

@@ -8,7 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .series import Patch, Series, merge, module_path, write
+from .patch import Patch, merge
+from .series import Series, module_path, write
 from .symbols import MODULE, symbols
 from .upstream import Pins, Release, Stop, Wheel, pip_download, sha256
 from .workspace import Workspace
@@ -120,16 +121,22 @@ def harvest(space: Workspace, series: Series, new: Release) -> list[Patch]:
     subjects = [space.text("log", "-1", "--format=%s", c) for c in commits]
     if subjects != [p.name for p in series.patches]:
         lost = sorted({p.name for p in series.patches} - set(subjects)) or subjects
-        raise Stop(f"the rebase in {space.folder} lost {', '.join(lost)}: a patch is dropped by deleting its file, only.")
+        raise Stop(
+            f"the rebase in {space.folder} lost {', '.join(lost)}: a patch is dropped by deleting its file, only."
+        )
     out = []
     for patch, commit in zip(series.patches, commits, strict=True):
         moved = space.patch(patch, "new", f"{commit}~", commit)
         if not moved.hunks:
-            raise Stop(f"{patch.name} adds nothing to sglang {new.wheel.version}: upstream has it, or the seam is gone.")
+            raise Stop(
+                f"{patch.name} adds nothing to sglang {new.wheel.version}: upstream has it, or the seam is gone."
+            )
         out.append(patch if result(patch, new) == result(moved, new) else moved)
     for path in sorted({path for p in out for path in p.hunks}):
         if merge(new.read(path), out, path)[0] != (space.folder / path).read_bytes():
-            raise Stop(f"the patches to {path} interleave: mend their commits in {space.folder}, then --continue.")
+            raise Stop(
+                f"the patches to {path} interleave: mend their commits in {space.folder}, then --continue."
+            )
     wrong = [w for p in out for w in series.lint_seams(p, new)]
     if wrong:
         raise Stop("after the rebase " + wrong[0])
@@ -145,7 +152,9 @@ def result(patch: Patch, upstream: Release) -> dict[str, bytes] | None:
         return None
 
 
-def rebase(series: Series, pins: Pins, version: str, cache: Path, folder: Path, resume: bool, python=None, say=print):
+def rebase(
+    series: Series, pins: Pins, version: str, cache: Path, folder: Path, resume: bool, python=None, say=print
+):
     """Move the series and upstream.toml from the pinned release to `version`.
 
     Raises:
@@ -167,8 +176,13 @@ def rebase(series: Series, pins: Pins, version: str, cache: Path, folder: Path, 
     patches = harvest(space, series, new)
     series.refuse_collisions(new)
     series.save(patches, new)
-    write(series.root / "upstream.toml", Pins(version, required_kernel(new), moved.revision, moved.wheels).format())
+    write(
+        series.root / "upstream.toml",
+        Pins(version, required_kernel(new), moved.revision, moved.wheels).format(),
+    )
     shutil.rmtree(folder)
     review = [v.seam for v in verdicts if v.state in (CHANGED, GONE) and not v.seam.endswith(MODULE)]
     if review:
-        say(f"rebased to sglang {version}; read these by hand, they changed around our lines: {', '.join(review)}")
+        say(
+            f"rebased to sglang {version}; read these by hand, they changed around our lines: {', '.join(review)}"
+        )

@@ -59,7 +59,9 @@ def symbols(source: bytes | str) -> dict[str, Symbol]:
     found[MODULE] = [(dump(tree, ()), 1, last)]
     return {
         name: Symbol(
-            hashlib.sha256("\n".join(text for text, _, _ in parts).encode("utf-8", "surrogatepass")).hexdigest(),
+            hashlib.sha256(
+                "\n".join(text for text, _, _ in parts).encode("utf-8", "surrogatepass")
+            ).hexdigest(),
             tuple((first, end) for _, first, end in parts),
         )
         for name, parts in found.items()
@@ -68,7 +70,9 @@ def symbols(source: bytes | str) -> dict[str, Symbol]:
 
 def owner(table: dict[str, Symbol], line: int) -> str:
     """The innermost symbol of `table` that holds `line`."""
-    holds = [(end - first, name) for name, s in table.items() for first, end in s.spans if first <= line <= end]
+    holds = [
+        (end - first, name) for name, s in table.items() for first, end in s.spans if first <= line <= end
+    ]
     return min(holds)[1] if holds else MODULE
 
 

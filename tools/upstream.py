@@ -94,14 +94,18 @@ class Pins:
         version = version or self.sglang
         if python is None and (sys.platform, platform.machine()) != ("linux", "x86_64"):
             here = f"{sys.platform} on {platform.machine()}"
-            raise Stop(f"upstream's wheels listed in upstream.toml are for linux on x86_64 and this is {here}: use such.")
+            raise Stop(
+                f"upstream's wheels listed in upstream.toml are for linux on x86_64 and this is {here}: use such."
+            )
         python = python or "cp%d%d" % sys.version_info[:2]
         listed = [w for w in self.wheels if w.version == version]
         for w in listed:
             if w.python == python:
                 return w
         have = ", ".join(w.python for w in listed) or "none"
-        raise Stop(f"upstream.toml lists no sglang {version} wheel for {python}, only for: {have}; use such a Python.")
+        raise Stop(
+            f"upstream.toml lists no sglang {version} wheel for {python}, only for: {have}; use such a Python."
+        )
 
 
 def cache_dir() -> Path:
@@ -117,16 +121,19 @@ def pip_download(requirement: str, python: str, tag: str, folder: Path) -> None:
         Stop: no network, or the index does not have it.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=2"]
-    command += ["--disable-pip-version-check", f"--python-version={python.removeprefix('cp')}", f"--abi={python}"]
-    command += [f"--platform={tag}", "--implementation=cp", "--dest", str(folder), requirement]
+    command += [f"--python-version={python.removeprefix('cp')}", f"--abi={python}", f"--platform={tag}"]
+    command += ["--implementation=cp", "--disable-pip-version-check", "--dest", str(folder), requirement]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode == 0:
         return
     where = f"or put the wheel into {folder.parent}"
     if "No module named pip" in done.stdout:
-        raise Stop(f"{sys.executable} has no pip to fetch {requirement} with: run `python -m ensurepip`, {where}.")
+        raise Stop(
+            f"{sys.executable} has no pip to fetch {requirement} with: run `python -m ensurepip`, {where}."
+        )
     # With no network pip retries and at last says "No matching distribution": the retries are what tells them apart.
-    if any(sign in done.stdout for sign in ("Retrying (", "Connection", "ProxyError", "SSLError", "timed out")):
+    signs = ("Retrying (", "Connection", "ProxyError", "SSLError", "timed out")
+    if any(sign in done.stdout for sign in signs):
         raise Stop(f"no network: pip could not reach the package index for {requirement}; connect, {where}.")
     if "No matching distribution" in done.stdout:
         raise Stop(f"the package index has no {requirement} for {python}: use an index that has it, {where}.")
@@ -153,8 +160,10 @@ def fetch(wheel: Wheel, cache: Path | None = None) -> Path:
         got = Path(tmp, wheel.file)
         if not got.exists():
             names = ", ".join(sorted(os.listdir(tmp)))
-            raise Stop(f"the package index served {names} where upstream.toml lists {wheel.file}: use another index.")
-        verify(got, wheel, "the index served another file than the one pinned, nothing was kept; use another index")
+            raise Stop(
+                f"the package index served {names} where upstream.toml lists {wheel.file}: use another index."
+            )
+        verify(got, wheel, "the index served another file, nothing was kept; use another index")
         os.replace(got, path)
     return path
 
@@ -176,7 +185,8 @@ class Release:
             raise Stop(f"{path} is not a wheel: delete it and run this again.") from None
 
     @classmethod
-    def get(cls, pins: Pins, version: str | None = None, python: str | None = None, cache: Path | None = None):
+    def get(cls, pins: Pins, version=None, python=None, cache: Path | None = None) -> Release:
+        """The release that `pins.wheel(version, python)` names, fetched if need be."""
         wheel = pins.wheel(version, python)
         return cls(fetch(wheel, cache), wheel)
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from .series import Hunk, Patch, merge
+from .patch import Hunk, Patch, merge
 from .upstream import Release, Stop
 
 CONFIG = {"user.name": "patchset", "user.email": "patchset@localhost", "commit.gpgsign": "false"}
@@ -26,8 +26,13 @@ class Workspace:
         if not shutil.which("git"):
             raise Stop("edit, export and rebase need git, and there is none on PATH: install it.")
         keep = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-        env = keep | {"GIT_DIR": str(self.folder / ".git"), "GIT_WORK_TREE": str(self.folder), "GIT_EDITOR": "true"}
-        env |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "LC_ALL": "C"}
+        env = keep | {"GIT_DIR": str(self.folder / ".git"), "GIT_WORK_TREE": str(self.folder)}
+        env |= {
+            "GIT_EDITOR": "true",
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "LC_ALL": "C",
+        }
         done = subprocess.run(["git", *args], cwd=self.folder, env=env, capture_output=True)
         if check and done.returncode:
             said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
@@ -40,7 +45,8 @@ class Workspace:
     def init(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.git("init", "-q", "-b", "upstream")
-        for key, value in CONFIG.items():  # in the repository, so that they hold for a person working in it as well
+        # In the repository, so that it holds for a person working there as well.
+        for key, value in CONFIG.items():
             self.git("config", key, value)
 
     def commit(self, message: str) -> str:
@@ -67,9 +73,10 @@ class Workspace:
         Raises:
             Stop: it does more than add lines to files.
         """
-        diff = self.git("diff", "-U0", "--no-renames", "--no-ext-diff", "--no-color", *revisions).stdout.decode()
+        options = ("-U0", "--no-renames", "--no-ext-diff", "--no-color")
+        diff = self.git("diff", *options, *revisions).stdout.decode()
         out: dict[str, list[Hunk]] = {}
-        path, due, lines = None, 0, []
+        path, after, due, lines = None, 0, 0, []
         for line in diff.split("\n"):
             if due and line.startswith("+"):
                 lines.append(line[1:].removesuffix("\r"))
@@ -81,7 +88,9 @@ class Workspace:
             elif line.startswith("@@"):
                 old, new = re.match(r"@@ -(\S+) \+(\S+) @@", line).groups()
                 if not old.endswith(",0"):
-                    raise Stop(f"{name} alters or removes line {old.split(',')[0]} of {path}: a patch may only add lines.")
+                    raise Stop(
+                        f"{name} alters or removes line {old.split(',')[0]} of {path}: a patch may only add lines."
+                    )
                 after, due, lines = int(old.split(",")[0]), int((new + ",1").split(",")[1]), []
             elif line.startswith(("deleted file", "new file", "Binary files", "old mode")):
                 raise Stop(f"{name} does more than add lines ({line}): new files belong under python/.")
@@ -102,11 +111,15 @@ class Workspace:
                     if start >= line:
                         break
                     if line < start + len(other.lines):
-                        raise Stop(f"{patch.name} adds lines between those of another patch at {path}:{line}: move them.")
+                        raise Stop(
+                            f"{patch.name} adds lines between those of another patch at {path}:{line}: move them."
+                        )
                     shift += len(other.lines)
                 at = line - shift
                 mine = hunks.setdefault(path, [])
                 if mine and mine[-1].after == at:  # the lines of another patch lie between
-                    raise Stop(f"{patch.name} adds lines on both sides of another patch's at {path}:{line}: join them.")
+                    raise Stop(
+                        f"{patch.name} adds lines on both sides of another patch's at {path}:{line}: join them."
+                    )
                 mine.append(Hunk(at, hunk.lines))
         return Patch(patch.name, patch.fields, hunks)

@@ -23,7 +23,9 @@ class TestDev(ToolsCase):
         self.patchset("dev")
 
     def run_in_it(self, code: str) -> str:
-        done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(self.site)}, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONPATH": str(self.site)}, capture_output=True, text=True
+        )
         self.assertEqual(done.returncode, 0, done.stderr)
         return done.stdout.strip()
 
@@ -53,7 +55,9 @@ class TestDev(ToolsCase):
         (self.root / "python/sglang/srt/ours.py").unlink()
         self.write("python/sglang/srt/more/new.py", "")
         self.patchset("dev")
-        self.assertEqual((self.site / "sglang/srt/engine.py").read_bytes(), self.upstream.read("sglang/srt/engine.py"))
+        self.assertEqual(
+            (self.site / "sglang/srt/engine.py").read_bytes(), self.upstream.read("sglang/srt/engine.py")
+        )
         self.assertFalse((self.site / "sglang/srt/ours.py").is_symlink())
         self.assertTrue((self.site / "sglang/srt/more/new.py").is_symlink())
         self.assertEqual((self.site / "sglang/__init__.py").stat().st_ino, kept)

@@ -6,7 +6,8 @@ import unittest
 
 from tools_case import PATCH, UPSTREAM, ToolsCase, register_cpu_ci
 
-from tools.series import BUDGET, Hunk, Patch, merge
+from tools.patch import Hunk, Patch, merge
+from tools.series import BUDGET
 from tools.symbols import MODULE, changed, symbols
 from tools.upstream import Stop
 
@@ -23,7 +24,9 @@ class TestSymbols(unittest.TestCase):
 
     def test_layout_does_not_count(self):
         again = "import os  # why\n\n\nclass A:\n    x = 1\n\n    def f(self):\n        def g():\n            pass\n        return (g)\n"
-        self.assertEqual(changed(self.SOURCE.encode(), (again + "if os:\n    def h(): pass\n").encode()), set())
+        self.assertEqual(
+            changed(self.SOURCE.encode(), (again + "if os:\n    def h(): pass\n").encode()), set()
+        )
 
     def test_a_change_is_the_innermost_symbols(self):
         for old, new, name in (
@@ -36,7 +39,9 @@ class TestSymbols(unittest.TestCase):
         ):
             with self.subTest(new):
                 self.assertIn(old, self.SOURCE)
-                self.assertEqual(changed(self.SOURCE.encode(), self.SOURCE.replace(old, new).encode()), {name})
+                self.assertEqual(
+                    changed(self.SOURCE.encode(), self.SOURCE.replace(old, new).encode()), {name}
+                )
 
 
 class TestParse(unittest.TestCase):
@@ -54,8 +59,13 @@ class TestParse(unittest.TestCase):
         self.assertEqual([h.after for h in patch.hunks["sglang/srt/engine.py"]], [7])
 
     def test_added_lines_that_look_like_a_diff(self):
-        text = PATCH.replace("+        count()\n", "+--- a/x\n").replace("+        from sglang.srt.ours import count", "+@@ -1 +1 @@")
-        self.assertEqual(Patch.parse("cpu/x.patch", text).hunks["sglang/srt/engine.py"][0].lines, ("@@ -1 +1 @@", "--- a/x"))
+        text = PATCH.replace("+        count()\n", "+--- a/x\n").replace(
+            "+        from sglang.srt.ours import count", "+@@ -1 +1 @@"
+        )
+        self.assertEqual(
+            Patch.parse("cpu/x.patch", text).hunks["sglang/srt/engine.py"][0].lines,
+            ("@@ -1 +1 @@", "--- a/x"),
+        )
 
     def test_refusals(self):
         hunk = "@@ -7,0 +8,2 @@"
@@ -73,7 +83,10 @@ class TestParse(unittest.TestCase):
             (PATCH.replace("Author", "Writer"), "Writer is no header field"),
             (PATCH.replace("Seam: sglang.srt.engine:Engine.start", "Seam: Engine.start"), "module:Qual.name"),
             (PATCH.partition("---")[0], "ends before"),
-            (PATCH + "--- a/sglang/srt/engine.py\n+++ b/sglang/srt/engine.py\n@@ -1,0 +2 @@\n+x\n", "once for each file"),
+            (
+                PATCH + "--- a/sglang/srt/engine.py\n+++ b/sglang/srt/engine.py\n@@ -1,0 +2 @@\n+x\n",
+                "once for each file",
+            ),
             (PATCH.replace("+++ b/sglang/srt", "+++ b/sglang"), "expected '--- a/PATH'"),
             (PATCH + "@@ -3,0 +6 @@\n+import x\n", "must ascend"),
         ):
@@ -141,7 +154,12 @@ class TestCommands(ToolsCase):
         ):
             with self.subTest(says):
                 bad = self.write("patches/cpu/count-starts.patch", text)
-                for command in (["check"], ["dev", self.tmp / "d"], ["build", self.tmp / "d"], ["apply", self.tmp / "d"]):
+                for command in (
+                    ["check"],
+                    ["dev", self.tmp / "d"],
+                    ["build", self.tmp / "d"],
+                    ["apply", self.tmp / "d"],
+                ):
                     self.refused(*command, says=says)
                 self.refused("refresh", says=says)
                 bad.write_text(PATCH)
@@ -149,27 +167,36 @@ class TestCommands(ToolsCase):
     def test_what_was_recorded_must_come_out(self):
         self.add()
         self.write("patches/cpu/count-starts.patch", PATCH.replace("        count()", "        count() "))
-        self.refused("dev", self.tmp / "d", says="comes out otherwise than recorded")
+        self.refused("dev", self.tmp / "d", says="comes out otherwise than patches/post.sha256 says")
         self.write("patches/cpu/count-starts.patch", PATCH)
         self.release({"0.5.23": UPSTREAM | {"sglang/srt/engine.py": "\n" + UPSTREAM["sglang/srt/engine.py"]}})
-        self.refused("dev", self.tmp / "d", says="is not the file the patches are for: run the rebase")
+        self.refused("dev", self.tmp / "d", says="is not what the patches are for: run the rebase")
 
     def test_check_names_what_breaks_a_rule(self):
         five = "".join(f"+        x{i} = 1\n" for i in range(4))
         for text, says in (
-            (PATCH.replace("Engine.start", "Engine.stop"), "changes Engine.start of sglang/srt/engine.py, unlike its Seam"),
+            (
+                PATCH.replace("Engine.start", "Engine.stop"),
+                "it changes Engine.start of sglang/srt/engine.py, unlike its Seam",
+            ),
             (PATCH.replace("Engine.start", "Engine.start, sglang.srt.engine:run"), "does not change run of"),
-            (PATCH.replace("Engine.start", "Engine.begin"), "Seam sglang.srt.engine:Engine.begin is not in sglang 0.5.23"),
-            (PATCH.replace("8,2 @@", "8,6 @@") + five, "adds 6 lines to Engine.start"),
-            (PATCH.replace("ours:count", "ours:reckon"), "Calls sglang.srt.ours:reckon, which is not"),
-            (PATCH.replace("_patches.py", "_missing.py"), "Test test/unit/test_tools_missing.py does not exist"),
+            (
+                PATCH.replace("Engine.start", "Engine.begin"),
+                "Seam sglang.srt.engine:Engine.begin is not in sglang 0.5.23",
+            ),
+            (PATCH.replace("8,2 @@", "8,6 @@") + five, "6 lines are added to Engine.start"),
+            (PATCH.replace("ours:count", "ours:reckon"), "Calls sglang.srt.ours:reckon is not under"),
+            (
+                PATCH.replace("_patches.py", "_missing.py"),
+                "Test test/unit/test_tools_missing.py does not exist",
+            ),
         ):
             with self.subTest(says):
                 self.add(text)
                 self.assertIn(says, self.patchset("check", status=1))
         self.add()
         self.write("patches/graph/stray.patch", SECOND)
-        self.refused("check", says="patches/graph/stray.patch is in no series")
+        self.refused("check", says="patches/graph/stray.patch is not in the series")
 
     def test_five_lines_are_allowed_for_each_function(self):
         self.add(PATCH.replace("8,2 @@", "8,5 @@") + "".join(f"+        x{i} = 1\n" for i in range(3)))
@@ -201,7 +228,7 @@ class TestCommands(ToolsCase):
     def test_missing_patch_file(self):
         self.add()
         (self.root / "patches/cpu/count-starts.patch").unlink()
-        self.refused("check", says="lists cpu/count-starts.patch and there is no such file")
+        self.refused("check", says="lists cpu/count-starts.patch, which is not there")
 
 
 class TestEdit(ToolsCase):
@@ -220,7 +247,9 @@ class TestEdit(ToolsCase):
         header.write_text(text.replace("test_....py", "test_tools_patches.py"))
 
     def test_a_new_patch(self):
-        self.edit("cpu/new.patch", "build/e", "def stop(self):\n", "from sglang.srt.ours import count", "count()")
+        self.edit(
+            "cpu/new.patch", "build/e", "def stop(self):\n", "from sglang.srt.ours import count", "count()"
+        )
         self.fill("build/e")
         self.patchset("export", "--dir", self.root / "build/e")
         self.patchset("check")
@@ -239,7 +268,10 @@ class TestEdit(ToolsCase):
         self.edit("cpu/a.patch", "build/a2", "        a = 1\n", "a2 = 2")
         self.patchset("export", "--dir", self.root / "build/a2")
         self.patchset("check")
-        self.assertEqual(self.series.read("cpu/a.patch").hunks["sglang/srt/engine.py"], [Hunk(11, ("        a = 1", "        a2 = 2"))])
+        self.assertEqual(
+            self.series.read("cpu/a.patch").hunks["sglang/srt/engine.py"],
+            [Hunk(11, ("        a = 1", "        a2 = 2"))],
+        )
 
     def test_the_tree_runs_and_diff_is_the_patch(self):
         self.add()

@@ -25,14 +25,18 @@ class TestCopies(unittest.TestCase):
     def test_a_run_of_six_is_found_and_five_are_not(self):
         self.assertEqual(self.find(f"x = 1\n{self.lines(RUN - 1)}\ny = 1\n"), [])
         found = self.find(f"x = 1\n{self.lines(RUN)}\ny = 1\n")
-        self.assertEqual([(c.path, c.line, c.count, c.source) for c in found], [("ours.py", 2, RUN, "sglang/theirs.py")])
+        self.assertEqual(
+            [(c.path, c.line, c.count, c.source) for c in found], [("ours.py", 2, RUN, "sglang/theirs.py")]
+        )
         self.assertIn("ours.py:2: 6 lines are those of upstream's sglang/theirs.py", str(found[0]))
 
     def test_a_longer_run_is_one_finding(self):
         self.assertEqual([c.count for c in self.find(self.lines(15))], [15])
 
     def test_neither_indentation_nor_trivial_lines_hide_it(self):
-        hidden = [f"\t\t{' '.join(line.split())}\n\nimport os\n    )\n" for line in self.lines(RUN).split("\n")]
+        hidden = [
+            f"\t\t{' '.join(line.split())}\n\nimport os\n    )\n" for line in self.lines(RUN).split("\n")
+        ]
         self.assertEqual([c.line for c in self.find("".join(hidden))], [1])
 
     def test_a_patch_and_a_kernel_are_looked_at_too(self):
@@ -44,11 +48,35 @@ class TestCopies(unittest.TestCase):
         self.assertEqual(self.find("".join(apart)), [])
 
     def test_what_is_trivial(self):
-        trivial = ["", "    )", "}", "});", '"""', "// ----", "import os", "from a.b import (", "#include <x.h>", "#pragma once"]
+        trivial = [
+            "",
+            "    )",
+            "}",
+            "});",
+            '"""',
+            "// ----",
+            "import os",
+            "from a.b import (",
+            "#include <x.h>",
+            "#pragma once",
+        ]
         trivial += ["else:", "} else {", "try:", "return", "break;", "# SPDX-License-Identifier: Apache-2.0"]
-        trivial += ["# Copyright 2023-2024 SGLang Team", "using namespace cute;", '# Licensed under the Apache License, "2"']
+        trivial += [
+            "# Copyright 2023-2024 SGLang Team",
+            "using namespace cute;",
+            '# Licensed under the Apache License, "2"',
+        ]
         self.assertEqual(essence("\n".join(trivial)), [])
-        real = ["x = 1", "return x", "import_it()", "@torch.no_grad()", "if x:", "// the reason", "#define X 1", "elsewhere()"]
+        real = [
+            "x = 1",
+            "return x",
+            "import_it()",
+            "@torch.no_grad()",
+            "if x:",
+            "// the reason",
+            "#define X 1",
+            "elsewhere()",
+        ]
         self.assertEqual([line for _, line in essence("\n".join(real))], real)
 
 

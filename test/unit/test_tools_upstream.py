@@ -28,11 +28,16 @@ class TestPins(unittest.TestCase):
             self.assertRegex(wheel.tag, "^manylinux_.*_x86_64$")
 
     def test_a_python_upstream_has_no_wheel_for(self):
-        with self.assertRaisesRegex(Stop, "no sglang .* wheel for cp399, only for: cp311, cp312; use such a Python"):
+        with self.assertRaisesRegex(
+            Stop, "no sglang .* wheel for cp399, only for: cp311, cp312; use such a Python"
+        ):
             Pins.load().wheel(python="cp399")
 
     def test_another_machine(self):
-        with mock.patch("platform.machine", return_value="aarch64"), self.assertRaisesRegex(Stop, "linux on aarch64"):
+        with (
+            mock.patch("platform.machine", return_value="aarch64"),
+            self.assertRaisesRegex(Stop, "linux on aarch64"),
+        ):
             Pins.load().wheel()
 
     def test_an_old_python(self):
@@ -42,7 +47,9 @@ class TestPins(unittest.TestCase):
         code = f"import sys; sys.version_info = (3, 10, 13); exec({source!r})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         self.assertEqual(done.returncode, 1)
-        self.assertRegex(done.stderr, r"^sglang-ddtree needs Python 3.11 or newer .* this is Python 3\.10 at .*\.\n$")
+        self.assertRegex(
+            done.stderr, r"^sglang-ddtree needs Python 3.11 or newer .* this is Python 3\.10 at .*\.\n$"
+        )
 
 
 class TestFetch(ToolsCase):
@@ -52,7 +59,11 @@ class TestFetch(ToolsCase):
         self.index = self.tmp / "index"  # what pip finds; the cache is empty
         self.index.mkdir()
         (self.cache / self.wheel.file).rename(self.index / self.wheel.file)
-        self.offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.index), "PIP_CONFIG_FILE": "/dev/null"}
+        self.offline = {
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.index),
+            "PIP_CONFIG_FILE": "/dev/null",
+        }
 
     def test_download_once(self):
         path = self.cache / self.wheel.file
@@ -81,7 +92,11 @@ class TestFetch(ToolsCase):
         self.refused("fetch", says=f"the package index has no sglang==0.5.23 for {PYTHON}", **self.offline)
 
     def test_no_network(self):
-        nowhere = {"PIP_CONFIG_FILE": "/dev/null", "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": ""}
+        nowhere = {
+            "PIP_CONFIG_FILE": "/dev/null",
+            "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+            "PIP_EXTRA_INDEX_URL": "",
+        }
         nowhere |= {"PIP_FIND_LINKS": "", "PIP_RETRIES": "1"}
         for command in (["fetch"], ["build", self.tmp / "d"]):
             self.refused(*command, says="no network: pip could not reach the package index", **nowhere)
@@ -93,7 +108,10 @@ class TestFetch(ToolsCase):
 
     def test_too_little_disk(self):
         usage = namedtuple("usage", "total used free")(0, 0, 1 << 10)
-        with mock.patch("shutil.disk_usage", return_value=usage), mock.patch.object(upstream, "pip_download") as pip:
+        with (
+            mock.patch("shutil.disk_usage", return_value=usage),
+            mock.patch.object(upstream, "pip_download") as pip,
+        ):
             self.refused("fetch", says="free: make room there", **self.offline)
             pip.assert_not_called()
         fetch(self.wheel, self.index)

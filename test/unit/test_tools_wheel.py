@@ -51,10 +51,13 @@ class TestOfSmallCheckout(ToolsCase):
         self.assertIn("\n  sglang/srt/engine.py: cpu/count-starts.patch\n", notice)
 
     def test_entry_point_comes_with_its_module(self):
-        self.assertEqual(self.entry_points().split(), ["[console_scripts]", "sglang", "=", "sglang.engine:Main.run"])
+        self.assertEqual(
+            self.entry_points().split(), ["[console_scripts]", "sglang", "=", "sglang.engine:Main.run"]
+        )
         self.write("python/sglang/srt/speculative/ddtree/plugin.py", "def register(): pass\n")
         self.assertIn(
-            "[sglang.srt.plugins]\nddtree = sglang.srt.speculative.ddtree.plugin:register\n", self.entry_points()
+            "[sglang.srt.plugins]\nddtree = sglang.srt.speculative.ddtree.plugin:register\n",
+            self.entry_points(),
         )
 
     def test_modes_and_our_files(self):
@@ -77,7 +80,10 @@ class TestOfSmallCheckout(ToolsCase):
     def test_sdist_builds_the_same_wheel(self):
         self.add()
         self.write("README.md", "")
-        hook = "from tools import build_wheel as b; b.build_sdist('.'); b.build_wheel('.', {'cache': %r})" % str(self.cache)
+        hook = (
+            "from tools import build_wheel as b; b.build_sdist('.'); b.build_wheel('.', {'cache': %r})"
+            % str(self.cache)
+        )
         subprocess.run([sys.executable, "-c", hook], cwd=self.root, check=True)
         sdist = self.root / "sglang-0.5.23+ddtree.1.tar.gz"
         with tarfile.open(sdist) as tar:
@@ -119,7 +125,9 @@ class TestReal(unittest.TestCase):
     @staticmethod
     def pip(command: str, *args: str) -> None:
         options = ["--quiet", "--no-deps", "--no-index", "--no-cache-dir", "--disable-pip-version-check"]
-        done = subprocess.run([sys.executable, "-m", "pip", command, *options, *args], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", command, *options, *args], capture_output=True, text=True
+        )
         if done.returncode:
             raise AssertionError(done.stdout + done.stderr)
 
@@ -147,7 +155,11 @@ class TestReal(unittest.TestCase):
         self.assertEqual(theirs - inside, set())
         self.assertEqual(inside - theirs, set(self.series.overlay))
         differ = {n for n in theirs if self.wheel.read(n) != self.upstream.read(n)}
-        claims = [(module_path(m, self.upstream.__contains__), name) for p in self.series.patches for m, name in p.seams]
+        claims = [
+            (module_path(m, self.upstream.__contains__), name)
+            for p in self.series.patches
+            for m, name in p.seams
+        ]
         self.assertEqual(differ, {path for path, _ in claims})
         actual = {(n, s) for n in differ for s in changed(self.upstream.read(n), self.wheel.read(n))}
         self.assertEqual(actual, set(claims))
@@ -176,7 +188,9 @@ class TestReal(unittest.TestCase):
         site = self.tmp / "site"
         self.pip("install", "--no-compile", "--target", str(site), str(self.path))
         code = "import importlib.metadata as m; d = m.distribution('sglang'); "
-        code += "print(d.version, len(d.files), all(f.locate().exists() for f in d.files if '..' not in str(f)))"
+        code += (
+            "print(d.version, len(d.files), all(f.locate().exists() for f in d.files if '..' not in str(f)))"
+        )
         environ = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin"}
         done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
         version, count, complete = done.stdout.split()

@@ -147,7 +147,9 @@ class ToolsCase(unittest.TestCase):
 
     def snapshot(self) -> dict[str, bytes | str]:
         """Every file of the checkout and the cache."""
-        files = (p for p in sorted(self.tmp.rglob("*")) if "__pycache__" not in p.parts and ".git" not in p.parts)
+        files = (
+            p for p in sorted(self.tmp.rglob("*")) if "__pycache__" not in p.parts and ".git" not in p.parts
+        )
         return {str(p): os.readlink(p) if p.is_symlink() else p.read_bytes() for p in files if not p.is_dir()}
 
     @property
