@@ -30,7 +30,9 @@ def write_models(folder: Path, *, seed: int = 0, layers: int = 3) -> tuple[str, 
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    shape = dict(hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+    shape = dict(
+        hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1, head_dim=64
+    )
     config = LlamaConfig(
         **shape, vocab_size=VOCABULARY, num_hidden_layers=layers, max_position_embeddings=2048,
         tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, dtype="float32",
@@ -46,10 +48,20 @@ def write_models(folder: Path, *, seed: int = 0, layers: int = 3) -> tuple[str, 
     (drafter / "config.json").write_text(
         json.dumps(
             dict(
-                **shape, architectures=["DFlashDraftModel"], model_type="qwen3", vocab_size=VOCABULARY,
-                num_hidden_layers=2, max_position_embeddings=2048, rms_norm_eps=1e-6, rope_theta=10000.0,
-                hidden_act="silu", dtype="float32", attention_bias=False, tie_word_embeddings=False,
-                block_size=8, num_target_layers=layers,
+                **shape,
+                architectures=["DFlashDraftModel"],
+                model_type="qwen3",
+                vocab_size=VOCABULARY,
+                num_hidden_layers=2,
+                max_position_embeddings=2048,
+                rms_norm_eps=1e-6,
+                rope_theta=10000.0,
+                hidden_act="silu",
+                dtype="float32",
+                attention_bias=False,
+                tie_word_embeddings=False,
+                block_size=8,
+                num_target_layers=layers,
                 dflash_config=dict(target_layer_ids=[0, 1], mask_token_id=MASK_TOKEN, block_size=8),
             )  # fmt: skip
         )
@@ -141,3 +153,42 @@ class SchedulerHost:
         """Slots of the KV pool that no request holds: free ones and those that the radix cache may give up."""
         scheduler = self.scheduler
         return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+
+
+def in_child(arguments: dict, job, *args):
+    """Starts a SchedulerHost in a forked child and returns job(host, *args); the result must pickle.
+
+    Forked, so that the imports of SGLang (twenty seconds) are paid once by the test's process.
+
+    Raises:
+        RuntimeError: the child failed; the text is its traceback.
+    """
+    import multiprocessing
+    import traceback
+
+    import sglang.srt.managers.scheduler  # noqa: F401  imported before the fork
+    import sglang.srt.models.registry  # noqa: F401
+    import sglang.srt.speculative.dflash_worker_v2  # noqa: F401
+
+    torch.set_num_threads(1)  # a forked child must not inherit a thread pool
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def child():
+        try:
+            theirs.send((True, job(SchedulerHost(**arguments), *args)))
+        except BaseException:
+            theirs.send((False, traceback.format_exc()))
+        theirs.close()
+
+    process = context.Process(target=child)
+    process.start()
+    theirs.close()
+    try:
+        done, result = ours.recv()
+    except EOFError:
+        done, result = False, f"the child died with exit code {process.exitcode}"
+    process.join()
+    if not done:
+        raise RuntimeError(result)
+    return result

@@ -9,10 +9,10 @@ Our own ops (tree verify and the draft tree) live in the subpackage `sgl_kernel.
 """
 
 from sgl_kernel import cpu_ops
-from sgl_kernel.cpu_ops import copy_all_layer_kv_cache_cpu
+from sgl_kernel.cpu_ops import assign_req_to_token_pool_cpu, copy_all_layer_kv_cache_cpu
 
 __version__ = "0.4.10+cpu"
-__all__ = ["DeviceOnlyError", "copy_all_layer_kv_cache_cpu"]
+__all__ = ["DeviceOnlyError", "assign_req_to_token_pool_cpu", "copy_all_layer_kv_cache_cpu"]
 
 
 class DeviceOnlyError(RuntimeError):

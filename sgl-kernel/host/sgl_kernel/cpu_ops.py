@@ -50,9 +50,36 @@ def copy_all_layer_kv_cache_cpu(
     targets, sources = tgt_loc.long(), src_loc.long()
     rows = int(torch.maximum(targets.max(), sources.max())) + 1
     for address, row_bytes in zip(data_ptrs.tolist(), strides.tolist()):
-        layer = torch.frombuffer((ctypes.c_uint8 * (rows * row_bytes)).from_address(address), dtype=torch.uint8)
+        layer = torch.frombuffer(
+            (ctypes.c_uint8 * (rows * row_bytes)).from_address(address), dtype=torch.uint8
+        )
         layer = layer.view(rows, row_bytes)
         layer[targets] = layer[sources]
+
+
+def assign_req_to_token_pool_cpu(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+) -> None:
+    """Writes newly allocated slots into the request-to-token table.
+
+    Args:
+        req_pool_indices: [n] integer, row of each request.
+        req_to_token: [rows, pool_len] int32, written in place.
+        start_offset, end_offset: [n] integer; request i gets positions start to end, in order.
+        out_cache_loc: [sum of (end - start)] integer, the slots, request after request.
+        pool_len: width of req_to_token.
+
+    Source: the Triton kernel assign_req_to_token_pool of SGLang 0.5.23 does the same.
+    """
+    taken = 0
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist()):
+        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+        taken += end - start
 
 
 def _murmur3_mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

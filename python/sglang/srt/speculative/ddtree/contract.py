@@ -1,0 +1,234 @@
+"""What DDTREE tells the scheduler, what it makes of the server's arguments, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 256  # rows of one tree, the root included: sgl-kernel/csrc/tree_verify/params.h
+MAX_DEPTH = 32  # nodes below the root on one path
+MAX_CANDIDATES = 32  # candidates a draft position
+DEFAULT_ROWS = 32
+DEFAULT_CANDIDATES = 8
+DEFAULT_BLOCK = 16
+DEFAULT_MAX_RUNNING_REQUESTS = 48  # DFLASH's own default in 0.5.23
+CPU_DRAFT_BACKEND = "ddtree"
+VERIFY_MODES = ("native", "triton", "validate")
+BASE_BACKENDS = {"cuda": ("triton",), "cpu": ("torch_native",)}
+
+
+class DDTreeAlgorithm(CustomSpecAlgo):
+    """DDTREE as the scheduler sees it: DFLASH, but for the width of a target verify.
+
+    Vocabulary of the arguments: --speculative-num-draft-tokens is N, the rows of the verify tree (root included);
+    --speculative-dflash-block-size is F, the positions of one draft pass; --speculative-eagle-topk is K, the candidates
+    taken at each of them.
+    """
+
+    def is_dflash(self) -> bool:
+        return True
+
+    def is_dflash_family(self) -> bool:
+        return True
+
+    def supports_target_verify_for_draft(self) -> bool:
+        return True
+
+    def supports_mixed_chunk(self) -> bool:
+        return True
+
+    def supports_grammar_overlap(self) -> bool:
+        return True
+
+    def supports_prefill_shared_read_done(self) -> bool:
+        return True
+
+    def has_draft_kv(self) -> bool:
+        """False: the drafter writes one block, never a KV chain a candidate, so no page a candidate is reserved."""
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def create_future_map(
+        self, device, req_to_token_pool, needs_cpu_seq_lens=True, needs_confidence_relay=False
+    ):
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+
+    def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
+        """Rows a request of one TARGET_VERIFY forward: the draft block for the drafter, the tree for the target."""
+        return get_spec().speculative_dflash_block_size if is_draft_worker else num_draft_tokens
+
+    def handle_server_args(self, server_args) -> None:
+        refuse_server_args(server_args)
+        resolve_widths(server_args)
+        if server_args.device == "cpu":
+            # Upstream's overlap scheduling needs device streams.
+            server_args.disable_overlap_schedule = True
+            server_args.speculative_draft_attention_backend = CPU_DRAFT_BACKEND
+        elif server_args.speculative_draft_attention_backend is None:
+            server_args.speculative_draft_attention_backend = "triton"
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+
+
+def refuse_server_args(args) -> None:
+    """Refuses what DDTREE cannot serve, before anything is loaded.
+
+    Args:
+        args: the server's arguments (fields of ServerArgs).
+
+    Raises:
+        ValueError: names the argument, what DDTREE supports and what came.
+    """
+    device = args.device.split(":")[0]
+    if device not in BASE_BACKENDS:
+        raise ValueError(f"DDTREE: --device: expected one of {sorted(BASE_BACKENDS)}, got {args.device!r}.")
+    if args.speculative_draft_model_path is None:
+        raise ValueError(
+            "DDTREE: --speculative-draft-model-path: expected the path of a DFlash drafter, got none."
+        )
+    for flag, value, only, reason in (
+        ("--pp-size", args.pp_size, 1, "the drafter reads target layers of every stage"),
+        ("--attn-cp-size", args.attn_cp_size, 1, "tree rows are not split over context-parallel ranks"),
+        ("--dcp-size", args.dcp_size, 1, "tree rows are not split over context-parallel ranks"),
+        ("--enable-dp-attention", args.enable_dp_attention, False, "idle ranks would need empty trees"),
+        (
+            "--enable-two-batch-overlap",
+            args.enable_two_batch_overlap,
+            False,
+            "a split batch has no tree of its own",
+        ),
+        ("--enable-pdmux", args.enable_pdmux, False, "the verify graph is captured for one stream"),
+        (
+            "--enable-unified-memory",
+            args.enable_unified_memory,
+            False,
+            "its pool moves whole pages, not tree rows",
+        ),
+        (
+            "--enable-watermark",
+            args.enable_watermark,
+            False,
+            "a watermark hashes a chain, not a tree's paths",
+        ),
+        ("--speculative-adaptive", args.speculative_adaptive, False, "the verify graphs have one width"),
+        (
+            "--speculative-draft-window-size",
+            args.speculative_draft_window_size,
+            None,
+            "the drafter shares slots",
+        ),
+        ("--disaggregation-mode", args.disaggregation_mode, "null", "the drafter's KV is not transferred"),
+        (
+            "--enable-deterministic-inference",
+            args.enable_deterministic_inference,
+            False,
+            "tree verify is not invariant",
+        ),
+    ):
+        if value != only:
+            raise ValueError(f"DDTREE: {flag}: expected {only!r}, got {value!r}: {reason}.")
+    for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        value = getattr(args, flag)
+        if value is not None and value not in BASE_BACKENDS[device]:
+            raise ValueError(
+                f"DDTREE: --{flag.replace('_', '-')}: expected one of {list(BASE_BACKENDS[device])} on {device}, got "
+                f"{value!r}: tree verify reads the KV metadata that these build."
+            )
+    if device == "cpu" and args.speculative_ddtree_verify != "native":
+        raise ValueError(
+            "DDTREE: --speculative-ddtree-verify: expected 'native' on a CPU, where Triton is not, got "
+            f"{args.speculative_ddtree_verify!r}."
+        )
+
+
+def resolve_widths(args) -> None:
+    """Fills N, F and K (see DDTreeAlgorithm) from the arguments, the drafter's config and the defaults.
+
+    F is at most N: the request's reserve of 2N slots then holds a committed path (F) and the next tree (N).
+
+    Raises:
+        ValueError: a width outside the limits of the tree ops.
+    """
+    block = args.speculative_dflash_block_size or _drafter_block_size(args)
+    rows = args.speculative_num_draft_tokens or max(DEFAULT_ROWS, block)
+    candidates = args.speculative_eagle_topk or DEFAULT_CANDIDATES
+    for flag, value, low, high in (
+        ("--speculative-num-draft-tokens", rows, 2, MAX_ROWS),
+        ("--speculative-dflash-block-size", block, 2, MAX_DEPTH + 1),
+        ("--speculative-eagle-topk", candidates, 1, MAX_CANDIDATES),
+    ):
+        if not low <= value <= high:
+            raise ValueError(f"DDTREE: {flag}: expected {low} to {high}, got {value}.")
+    if block > rows:
+        logger.warning(
+            "DDTREE: a tree of %d rows is at most %d deep: drafting %d positions, not %d.",
+            rows,
+            rows - 1,
+            rows,
+            block,
+        )
+        block = rows
+    prefixes = sum(candidates**depth for depth in range(1, block))
+    if prefixes + 1 < rows:
+        logger.warning(
+            "DDTREE: %d candidates at each of %d positions make %d nodes: verifying %d rows, not %d.",
+            candidates,
+            block - 1,
+            prefixes,
+            prefixes + 1,
+            rows,
+        )
+        rows = prefixes + 1
+    args.speculative_num_steps = 1
+    args.speculative_eagle_topk = candidates
+    args.speculative_dflash_block_size = block
+    args.speculative_num_draft_tokens = rows
+
+
+def _drafter_block_size(args) -> int:
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    config = get_config(
+        args.speculative_draft_model_path,
+        trust_remote_code=args.trust_remote_code,
+        revision=args.speculative_draft_model_revision,
+        model_override_args=json.loads(args.json_model_override_args),
+    )
+    return parse_dflash_draft_config(draft_hf_config=config).resolve_block_size(default=DEFAULT_BLOCK)
+
+
+def refuse_request(req) -> str | None:
+    """The reason why DDTREE cannot answer a request exactly, or None; always None when another algorithm serves."""
+    if get_spec().speculative_algorithm != "DDTREE":
+        return None
+    params = req.sampling_params
+    for name, used in (
+        ("frequency_penalty", params.frequency_penalty != 0.0),
+        ("presence_penalty", params.presence_penalty != 0.0),
+        ("repetition_penalty", params.repetition_penalty != 1.0),
+        ("min_new_tokens", params.min_new_tokens > 0),
+    ):
+        if used:
+            return (
+                f"DDTREE does not support {name}: each node of a tree has its own history of output tokens."
+            )
+    if req.custom_logit_processor is not None:
+        return "DDTREE does not support custom_logit_processor: it sees a request, not a tree node's history."
+    if req.return_sampling_mask:
+        return "DDTREE does not support return_sampling_mask."
+    if req.return_hidden_states:
+        return "DDTREE does not support return_hidden_states: tree rows are not in the order of the output."
+    return None

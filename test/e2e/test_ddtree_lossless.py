@@ -1,0 +1,237 @@
+"""DDTREE emits what plain decoding emits: the same tokens when greedy, the same distribution when sampling."""
+
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+from ddtree_host import VOCABULARY, in_child, write_models
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+register_cpu_ci(est_time=120, suite="e2e")
+
+PROMPTS = [
+    [3 + (7 * i + 5 * j * j) % 13 for j in range(length)] for i, length in enumerate((1, 5, 35, 65, 95, 17))
+]
+TOKENS = 48
+
+
+def greedy(host, prompts=PROMPTS, tokens=TOKENS):
+    """Output tokens, verify steps and accepted drafts of each request; and slots free before and after."""
+    free = host.free_slots()
+    requests = host.generate(prompts, temperature=0, max_new_tokens=tokens, ignore_eos=True)
+    return (
+        [list(request.output_ids)[:tokens] for request in requests],
+        sum(request.spec_verify_ct for request in requests),
+        sum(request.spec_num_correct_drafts for request in requests),
+        (free, host.free_slots()),
+    )
+
+
+def sample(host, prompt, count, options):
+    """The first tokens of `count` answers to one prompt."""
+    requests = host.generate([prompt] * count, max_new_tokens=3, ignore_eos=True, **options)
+    return [list(request.output_ids)[:3] for request in requests]
+
+
+class DDTreeCase(CustomTestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.target, cls.drafter = write_models(Path(cls.folder.name))
+        cls.plain = {"model_path": cls.target}
+        cls.tree = cls.plain | {
+            "speculative_algorithm": "DDTREE",
+            "speculative_draft_model_path": cls.drafter,
+        }
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.folder.cleanup()
+
+
+class TestGreedy(DDTreeCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.expected = in_child(cls.plain, greedy)[0]
+
+    def check(self, least_accepted, **arguments):
+        outputs, steps, accepted, (before, after) = in_child(self.tree | arguments, greedy)
+        self.assertEqual(outputs, self.expected)
+        self.assertEqual(before, after, "KV slots leaked")
+        self.assertGreaterEqual(accepted, least_accepted)
+        self.assertLess(steps, len(PROMPTS) * TOKENS)
+
+    def test_tree(self):
+        self.check(50, speculative_num_draft_tokens=32)
+
+    def test_chain(self):
+        """A tree of width 1 is DFLASH's chain."""
+        self.check(5, speculative_num_draft_tokens=8, speculative_eagle_topk=1)
+
+    def test_more_than_one_word_of_ancestors(self):
+        self.check(100, speculative_num_draft_tokens=130, speculative_eagle_topk=12)
+
+    def test_smallest_tree(self):
+        self.check(5, speculative_num_draft_tokens=2)
+
+    def test_keep_spine(self):
+        self.check(30, speculative_num_draft_tokens=16, speculative_ddtree_spine="keep")
+
+    def test_page_16(self):
+        self.check(50, speculative_num_draft_tokens=32, page_size=16)
+
+    def test_page_64(self):
+        self.check(50, speculative_num_draft_tokens=32, page_size=64)
+
+    def test_chunked_and_mixed_prefill(self):
+        self.check(50, speculative_num_draft_tokens=32, chunked_prefill_size=16, enable_mixed_chunk=True)
+
+    def test_retraction(self):
+        """A pool too small for all requests: some are retracted and start again."""
+        self.check(50, speculative_num_draft_tokens=16, max_total_tokens=480)
+
+
+def again(host):
+    """The same prompt twice, the second time with its first answer: the prefix comes from the radix cache."""
+    prompt = PROMPTS[4]
+    (first,) = host.generate([prompt], temperature=0, max_new_tokens=40, ignore_eos=True)
+    answer = list(first.output_ids)[:40]
+    (second,) = host.generate([prompt + answer[:30]], temperature=0, max_new_tokens=20, ignore_eos=True)
+    return answer, list(second.output_ids)[:20], second.cached_tokens
+
+
+def logprobs(host):
+    requests = host.generate(PROMPTS, temperature=0, max_new_tokens=20, ignore_eos=True, return_logprob=True)
+    return [
+        (list(request.output_ids)[:20], request.logprob.output_token_logprobs_val[:20])
+        for request in requests
+    ]
+
+
+def stopped(host):
+    requests = host.generate(PROMPTS, temperature=0, max_new_tokens=48, stop_token_ids=[3, 9])
+    return [list(request.output_ids_through_stop) for request in requests]
+
+
+class TestFeatures(DDTreeCase):
+    arguments = {"speculative_num_draft_tokens": 32}
+
+    def both(self, job, *args):
+        return in_child(self.plain, job, *args), in_child(self.tree | self.arguments, job, *args)
+
+    def test_radix_cache_sees_compacted_kv(self):
+        answer, second, cached = in_child(self.tree | self.arguments, again)
+        self.assertGreater(cached, len(PROMPTS[4]) + 10, "the answer's KV was not in the cache")
+        self.assertEqual(in_child(self.plain, again)[0], answer)
+        self.assertEqual(second[:10], answer[30:])
+
+    def test_stop_tokens(self):
+        plain, tree = self.both(stopped)
+        self.assertEqual(tree, plain)
+
+    def test_logprobs(self):
+        plain, tree = self.both(logprobs)
+        for (tokens, values), (tree_tokens, tree_values) in zip(plain, tree):
+            self.assertEqual(tree_tokens, tokens)
+            # float32, two attention implementations
+            torch.testing.assert_close(torch.tensor(tree_values), torch.tensor(values), atol=1e-3, rtol=1e-3)
+
+
+def filtered(probabilities, *, top_k=None, top_p=1.0, min_p=0.0):
+    """A row of probabilities under the sampling options, as SGLang defines them."""
+    ranked, index = probabilities.sort(descending=True)
+    keep = torch.ones_like(ranked, dtype=torch.bool)
+    if top_k is not None:
+        keep &= torch.arange(len(ranked)) < top_k
+    ranked = ranked * keep
+    ranked = ranked * ((ranked.cumsum(0) - ranked) <= top_p)
+    ranked = ranked * (ranked >= ranked[0] * min_p)
+    return torch.zeros_like(probabilities).scatter(0, index, ranked / ranked.sum())
+
+
+class TestSampling(DDTreeCase):
+    """Chi-square of the emitted triples against the exact distribution, from the target in transformers.
+
+    1200 answers a case. Cells of fewer than 5 expected answers are pooled. The threshold is the quantile 1 - 1e-5, so a
+    run of seven cases fails by chance once in 14,000. Power: an emitter that falls back to greedy in one step of ten
+    would move the statistic past the threshold with probability above 0.99 (checked by test_power).
+    """
+
+    count = 1200
+    prompt = PROMPTS[2]
+
+    def exact(self, temperature=1.0, **options):
+        """Probability of each first pair of tokens, [V, V] float64."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.target, dtype=torch.float64)
+
+        def next_token(prompts):
+            with torch.no_grad():
+                logits = model(torch.tensor(prompts)).logits[:, -1]
+            return torch.stack([filtered(row, **options) for row in (logits / temperature).softmax(-1)])
+
+        first = next_token([self.prompt])[0]
+        second = next_token([[*self.prompt, token] for token in range(VOCABULARY)])
+        third = next_token([[*self.prompt, a, b] for a in range(VOCABULARY) for b in range(VOCABULARY)])
+        return (first[:, None] * second)[..., None] * third.view(VOCABULARY, VOCABULARY, -1)
+
+    def statistic(self, answers, exact):
+        """Chi-square over its threshold: above 1 is a rejection."""
+        counts = torch.zeros_like(exact)
+        for a, b, c in answers:
+            counts[a, b, c] += 1
+        self.assertEqual(float(counts[exact == 0].sum()), 0.0, "a token of probability 0 was emitted")
+        expected = exact * len(answers)
+        large = expected >= 5
+        pairs = torch.cat([torch.stack([counts[large], expected[large]], 1),
+                           torch.stack([counts[~large].sum(), expected[~large].sum()])[None]])  # fmt: skip
+        pairs = pairs[pairs[:, 1] > 0]
+        chi = ((pairs[:, 0] - pairs[:, 1]) ** 2 / pairs[:, 1]).sum()
+        freedom = len(pairs) - 1
+        # Wilson and Hilferty: (chi / freedom) ** (1/3) is nearly normal; 4.265 is the normal's quantile 1 - 1e-5.
+        spread = (2 / (9 * freedom)) ** 0.5
+        return float(chi / (freedom * (1 - spread**2 + 4.265 * spread) ** 3))
+
+    def check(self, **options):
+        arguments = self.tree | {"speculative_num_draft_tokens": 24}
+        answers = in_child(arguments, sample, self.prompt, self.count, options)
+        self.assertLess(self.statistic(answers, self.exact(**options)), 1.0)
+
+    def test_temperature_1(self):
+        self.check(temperature=1.0)
+
+    def test_temperature_2(self):
+        self.check(temperature=2.0)
+
+    def test_top_p(self):
+        self.check(temperature=1.5, top_p=0.7)
+
+    def test_top_k(self):
+        self.check(temperature=1.5, top_k=5)
+
+    def test_min_p(self):
+        self.check(temperature=1.5, min_p=0.2)
+
+    def test_all_options(self):
+        self.check(temperature=1.7, top_k=9, top_p=0.9, min_p=0.1)
+
+    def test_power(self):
+        """The check rejects an emitter that is greedy in one answer of ten."""
+        exact = self.exact(temperature=1.5)
+        generator = torch.Generator().manual_seed(1)
+        draws = torch.multinomial(exact.flatten(), self.count, replacement=True, generator=generator)
+        fair = [divmod(int(d) // VOCABULARY, VOCABULARY) + (int(d) % VOCABULARY,) for d in draws]
+        self.assertLess(self.statistic(fair, exact), 1.0)
+        mode = int(exact.argmax())
+        greedy_answer = divmod(mode // VOCABULARY, VOCABULARY) + (mode % VOCABULARY,)
+        self.assertGreater(
+            self.statistic(fair[: -self.count // 10] + [greedy_answer] * (self.count // 10), exact), 1.0
+        )
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,197 @@
+"""What DDTREE makes of the server's arguments, what it refuses, and that upstream's contracts hold for it."""
+
+import json
+import tempfile
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_spec, publish
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.speculative.ddtree import contract
+from sglang.srt.speculative.dflash_utils import validate_dflash_request
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+register_cpu_ci(est_time=30, suite="unit")
+
+load_plugins()
+
+MODEL = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=128, intermediate_size=256,
+    num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=64, vocab_size=16,
+    max_position_embeddings=512, dtype="float32",
+)  # fmt: skip
+
+
+class ArgumentsCase(CustomTestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.model, self.drafter = Path(folder.name, "model"), Path(folder.name, "drafter")
+        for path, config in (
+            (self.model, MODEL),
+            (
+                self.drafter,
+                MODEL | dict(architectures=["DFlashDraftModel"], model_type="qwen3", block_size=8),
+            ),
+        ):
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(config))
+
+    def resolve(self, **arguments):
+        """The resolved arguments of a CPU server with DDTREE."""
+        args = ServerArgs(
+            **dict(
+                model_path=str(self.model), speculative_algorithm="DDTREE", device="cpu",
+                speculative_draft_model_path=str(self.drafter), attention_backend="torch_native",
+                skip_tokenizer_init=True,
+            ) | arguments
+        )  # fmt: skip
+        args.resolve_once()
+        return args
+
+
+class TestWidths(ArgumentsCase):
+    def widths(self, **arguments):
+        publish(self.resolve(**arguments), role="scheduler")
+        spec = get_spec()
+        return (
+            spec.speculative_num_draft_tokens,
+            spec.speculative_dflash_block_size,
+            spec.speculative_eagle_topk,
+        )
+
+    def test_defaults(self):
+        """F from the drafter's config."""
+        self.assertEqual(self.widths(), (contract.DEFAULT_ROWS, 8, contract.DEFAULT_CANDIDATES))
+
+    def test_given(self):
+        given = dict(
+            speculative_num_draft_tokens=64, speculative_dflash_block_size=12, speculative_eagle_topk=4
+        )
+        self.assertEqual(self.widths(**given), (64, 12, 4))
+
+    def test_block_is_cut_to_the_tree(self):
+        self.assertEqual(self.widths(speculative_num_draft_tokens=4)[:2], (4, 4))
+
+    def test_one_candidate_makes_a_chain(self):
+        self.assertEqual(self.widths(speculative_eagle_topk=1), (8, 8, 1))
+
+    def test_rows_are_cut_to_the_prefixes_there_are(self):
+        self.assertEqual(
+            self.widths(speculative_dflash_block_size=3, speculative_eagle_topk=2), (1 + 2 + 4, 3, 2)
+        )
+
+    def test_verify_width(self):
+        """The drafter's forwards are F wide, the target's N."""
+        self.widths(speculative_num_draft_tokens=64)
+        algorithm = SpeculativeAlgorithm.from_string("DDTREE")
+        self.assertEqual(algorithm.get_num_tokens_per_req_for_target_verify(64, True), 8)
+        self.assertEqual(algorithm.get_num_tokens_per_req_for_target_verify(64, False), 64)
+
+    def test_command_line(self):
+        argv = ["--model-path", str(self.model), "--speculative-ddtree-verify", "validate",
+                "--speculative-ddtree-spine", "keep"]  # fmt: skip
+        args = prepare_server_args(argv)
+        self.assertEqual(
+            (args.speculative_ddtree_verify, args.speculative_ddtree_spine), ("validate", "keep")
+        )
+
+
+class TestRefusals(ArgumentsCase):
+    def refused(self, text, **arguments):
+        with self.assertRaisesRegex(ValueError, f"^DDTREE: {text}"):
+            self.resolve(**arguments)
+
+    def test_drafter_is_needed(self):
+        self.refused("--speculative-draft-model-path", speculative_draft_model_path=None)
+
+    def test_widths(self):
+        self.refused(
+            "--speculative-num-draft-tokens: expected 2 to 256, got 257", speculative_num_draft_tokens=257
+        )
+        self.refused(
+            "--speculative-dflash-block-size: expected 2 to 33, got 34", speculative_dflash_block_size=34
+        )
+        self.refused("--speculative-eagle-topk: expected 1 to 32, got 33", speculative_eagle_topk=33)
+
+    def test_attention_backend(self):
+        """Upstream refuses or replaces most of them before; what it lets through is refused here."""
+        resolved = resolved_view(self.resolve())
+
+        class Fa3:
+            attention_backend = "fa3"
+
+            def __getattr__(self, name):
+                return getattr(resolved, name)
+
+        with self.assertRaisesRegex(
+            ValueError, "^DDTREE: --attention-backend: expected one of .*, got 'fa3'"
+        ):
+            contract.refuse_server_args(Fa3())
+
+    def test_verify_mode_without_triton(self):
+        self.refused("--speculative-ddtree-verify: expected 'native'", speculative_ddtree_verify="validate")
+
+    def test_features(self):
+        for flag, value in (("pp_size", 2), ("speculative_draft_window_size", 64)):
+            with self.subTest(flag):
+                self.refused(f"--{flag.replace('_', '-')}: expected", **{flag: value})
+
+
+class TestRequests(ArgumentsCase):
+    def request(self, **parameters):
+        params = dict(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, min_new_tokens=0)
+        given = {
+            name: parameters.pop(name, False) for name in ("return_sampling_mask", "return_hidden_states")
+        }
+        processor = parameters.pop("custom_logit_processor", None)
+        return SimpleNamespace(
+            sampling_params=SimpleNamespace(**params | parameters), custom_logit_processor=processor, **given
+        )
+
+    def test_refused_by_name_through_the_seam(self):
+        publish(self.resolve(), role="scheduler")
+        self.assertIsNone(validate_dflash_request(self.request(), False))
+        for name, value in (
+            ("frequency_penalty", 0.5), ("presence_penalty", 0.5), ("repetition_penalty", 1.2), ("min_new_tokens", 1),
+            ("custom_logit_processor", "x"), ("return_sampling_mask", True), ("return_hidden_states", True),
+        ):  # fmt: skip
+            with self.subTest(name):
+                self.assertIn(name, validate_dflash_request(self.request(**{name: value}), False))
+
+    def test_other_algorithms_are_left_alone(self):
+        publish(self.resolve(speculative_algorithm=None, speculative_draft_model_path=None), role="scheduler")
+        self.assertIsNone(validate_dflash_request(self.request(frequency_penalty=0.5), False))
+
+
+class TestUpstreamContract(CustomTestCase):
+    def test_every_method_of_a_builtin_algorithm_is_there(self):
+        """What the scheduler calls on a builtin algorithm, beyond upstream's own guard of is_* and supports_*."""
+        names = {name for name in vars(SpeculativeAlgorithm) if not name.startswith("_")}
+        names -= {"from_string", "register", "get_platform_worker_cls"} | set(
+            SpeculativeAlgorithm.__members__
+        )
+        self.assertEqual(set(), names - set(dir(contract.DDTreeAlgorithm)))
+
+
+class TestBlockMask(CustomTestCase):
+    def test_chain_ancestors(self):
+        from sglang.srt.layers.attention.ddtree_backend import chain_ancestors
+
+        for rows in (1, 5, 64, 65, 130):
+            for causal in (True, False):
+                words = chain_ancestors(rows, causal, "cpu")
+                bit = torch.arange(rows)
+                seen = (words[:, bit // 64] >> (bit % 64)) & 1
+                expected = torch.ones(rows, rows, dtype=torch.int64)
+                self.assertTrue(torch.equal(seen, expected.tril() if causal else expected))
+
+
+if __name__ == "__main__":
+    unittest.main()
