@@ -217,11 +217,13 @@ class Series:
 
 
 def defined(source: bytes) -> set[str]:
-    """Names that a module of ours defines: symbols, and what it assigns at the top."""
+    """Names that a module of ours offers: its symbols, and what it assigns or imports at the top."""
     names = set(symbols(source))
     for node in ast.parse(source).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         names |= {t.id for t in targets if isinstance(t, ast.Name)}
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
     return names
 
 

@@ -202,6 +202,15 @@ class TestCommands(ToolsCase):
         self.add(PATCH.replace("8,2 @@", "8,5 @@") + "".join(f"+        x{i} = 1\n" for i in range(3)))
         self.patchset("check")
 
+    def test_what_is_called_may_be_defined_assigned_or_imported(self):
+        self.write("python/sglang/srt/more.py", "class Bare: pass\n")
+        for text in ("from .more import Bare as count\n", "count = 1\n", "count: int\n", "async def count(): pass\n"):
+            self.write("python/sglang/srt/ours.py", text)
+            self.add()
+            self.patchset("check")
+        self.write("python/sglang/srt/ours.py", "def other():\n    count = 1\n")
+        self.assertIn("Calls sglang.srt.ours:count", self.patchset("check", status=1))
+
     def test_budget(self):
         for i in range(BUDGET):
             self.write(f"patches/cpu/p{i}.patch", PATCH)
