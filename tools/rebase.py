@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import tempfile
@@ -19,14 +20,17 @@ SAME, MOVED, CHANGED, GONE = "file same", "file changed, seam same", "seam chang
 
 @dataclass(frozen=True)
 class Verdict:
-    """What happened to one seam between two releases. state: SAME, MOVED, CHANGED or GONE."""
+    """What happened to one seam between two releases. state: SAME, MOVED, CHANGED or GONE; elsewhere: where a symbol
+    that is gone may be now."""
 
     patch: str
     seam: str
     state: str
+    elsewhere: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.state:24} {self.seam}  ({self.patch})"
+        hint = f"; that name is defined in {', '.join(self.elsewhere)}" if self.elsewhere else ""
+        return f"{self.state:24} {self.seam}  ({self.patch}){hint}"
 
 
 def triage(series: Series, old: Release, new: Release) -> list[Verdict]:
@@ -43,9 +47,20 @@ def triage(series: Series, old: Release, new: Release) -> list[Verdict]:
         a, b = symbols(before)[name], symbols(after).get(name)
         return GONE if b is None else MOVED if a.digest == b.digest else CHANGED
 
-    found = [Verdict(p.name, f"{m}:{n}", look(m, n)) for p in series.patches for m, n in p.seams]
+    found = []
+    for patch, module, name in ((p, m, n) for p in series.patches for m, n in p.seams):
+        state = look(module, name)
+        hint = definers(new, name.rpartition(".")[2]) if state == GONE and name != MODULE else ()
+        found.append(Verdict(patch.name, f"{module}:{name}", state, hint))
     order = [GONE, CHANGED, MOVED, SAME]
     return sorted(found, key=lambda v: (order.index(v.state), v.patch, v.seam))
+
+
+def definers(upstream: Release, name: str, most: int = 3) -> tuple[str, ...]:
+    """The first modules that define a function or class called `name`."""
+    pattern = re.compile(rf"^\s*(async def|def|class) {re.escape(name)}\b".encode(), re.M)
+    modules = (n for n in sorted(upstream.entries) if n.endswith(".py"))
+    return tuple(itertools.islice((n for n in modules if pattern.search(upstream.read(n))), most))
 
 
 def listed(pins: Pins, version: str, cache: Path) -> tuple[Pins, list[Wheel]]:

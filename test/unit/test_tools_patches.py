@@ -7,6 +7,7 @@ import unittest
 from tools_case import PATCH, UPSTREAM, ToolsCase, register_cpu_ci
 
 from tools.patch import Hunk, Patch, merge
+from tools.patchset import main
 from tools.series import BUDGET
 from tools.symbols import MODULE, changed, symbols
 from tools.upstream import Stop
@@ -204,7 +205,12 @@ class TestCommands(ToolsCase):
 
     def test_what_is_called_may_be_defined_assigned_or_imported(self):
         self.write("python/sglang/srt/more.py", "class Bare: pass\n")
-        for text in ("from .more import Bare as count\n", "count = 1\n", "count: int\n", "async def count(): pass\n"):
+        for text in (
+            "from .more import Bare as count\n",
+            "count = 1\n",
+            "count: int\n",
+            "async def count(): pass\n",
+        ):
             self.write("python/sglang/srt/ours.py", text)
             self.add()
             self.patchset("check")
@@ -238,6 +244,11 @@ class TestCommands(ToolsCase):
         self.add()
         (self.root / "patches/cpu/count-starts.patch").unlink()
         self.refused("check", says="lists cpu/count-starts.patch, which is not there")
+
+
+class TestThisRepository(unittest.TestCase):
+    def test_keeps_every_rule(self):
+        self.assertEqual(main(["check"]), 0)
 
 
 class TestEdit(ToolsCase):

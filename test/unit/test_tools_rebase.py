@@ -150,7 +150,12 @@ class TestRealReleases(Rebase):
         self.add_at(
             "cpu/pad.patch", ("sglang.srt.managers.schedule_batch:_compute_pad_value", None), indent=" " * 4
         )
-        self.assertEqual([v.state for v in triage(self.series, self.old, self.new)], [GONE])
+        self.add_at("cpu/moved.patch", ("sglang.srt.managers.schedule_batch:Modality.from_str", None))
+        gone = triage(self.series, self.old, self.new)
+        self.assertEqual([v.state for v in gone], [GONE, GONE])
+        self.assertIn("sglang/srt/multimodal/modality.py", str(gone[0]))  # where 0.5.23 has it
+        (self.root / "patches/cpu/moved.patch").unlink()
+        self.patchset("refresh")
         self.stops("0.5.23", says="cpu/pad.patch does not fit sglang/srt/managers/schedule_batch.py any more")
         self.git("rebase", "--skip")
         self.stops("0.5.23", "--continue", says="lost cpu/pad.patch: a patch is dropped by deleting its file")
