@@ -256,9 +256,7 @@ class ReuseFlagTest(unittest.TestCase):
     def settle(self, environment, effect=None):
         with (
             mock.patch.dict("os.environ", environment, clear=True),
-            mock.patch.object(
-                torch.cuda.memory, "_set_allocator_settings", side_effect=effect, create=True
-            ) as settings,
+            mock.patch.object(stream_order, "_set_allocator_settings", side_effect=effect) as settings,
         ):
             return stream_order.enable_record_stream_reuse(), settings
 

@@ -119,6 +119,11 @@ class HappensBefore:
         self._longest = 0
         self._serial = 0
 
+    @property
+    def streams(self) -> set[Hashable]:
+        """Streams that operations ran on."""
+        return {stream for stream, _ in self._last}
+
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def alloc(self, start: int, nbytes: int, stream: Hashable) -> None:

@@ -69,6 +69,7 @@ class RaceReport:
             "torch": torch.__version__,
             "captures": self.captures,
             "operations": self.engine.operations,
+            "streams": len(self.engine.streams),
             "races": len(self.races),
             "distinct": [
                 {
@@ -111,7 +112,7 @@ def render(report: dict) -> str:
     """A report from ``RaceReport.to_json`` as text."""
     lines = [
         f"{report['races']} races ({len(report['distinct'])} distinct) in {report['operations']} operations, "
-        f"{len(report['captures'])} captures."
+        f"{report['streams']} streams, {len(report['captures'])} captures."
     ]
     meaning = {
         "allocation-reuse": "memory was reused before another stream was done with it",

@@ -20,7 +20,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -61,6 +60,11 @@ class CudaStreams:
         tensor.record_stream(stream)
 
 
+def _set_allocator_settings(text: str) -> None:
+    accelerator = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (accelerator or torch.cuda.memory._set_allocator_settings)(text)
+
+
 @functools.cache
 def enable_record_stream_reuse() -> bool:
     """Turn on the allocator's reuse of recorded blocks inside a capture, once a process.
@@ -78,7 +82,7 @@ def enable_record_stream_reuse() -> bool:
         )
         return False
     try:
-        torch.cuda.memory._set_allocator_settings(",".join(filter(None, (present, f"{REUSE_SETTING}:True"))))
+        _set_allocator_settings(",".join(filter(None, (present, f"{REUSE_SETTING}:True"))))
     except (AttributeError, RuntimeError, ValueError) as e:
         logger.warning(
             "Graph guard: torch %s has no %s (%s); blocks shared by streams stay reserved until a capture ends.",
@@ -147,7 +151,6 @@ class StreamSafeCapture(TorchDispatchMode):
         self._device = device or CudaStreams()
         self._streams: list[torch.cuda.Stream] = []
         self._live: dict[int, StorageWeakRef] = {}
-        self._sources: WeakKeyDictionary[torch.cuda.Event, torch.cuda.Stream] = WeakKeyDictionary()
         self._open_forks: dict[torch.cuda.Stream, None] = {}
         self._thread = threading.get_ident()
         self._patches = None
@@ -218,8 +221,9 @@ class StreamSafeCapture(TorchDispatchMode):
         self._open_forks.clear()
 
     def _after_record(self, event: torch.cuda.Event, stream: torch.cuda.Stream | None) -> None:
+        # On the event itself: torch 2.11 frees an event without clearing its weak references.
         if threading.get_ident() == self._thread:
-            self._sources[event] = stream or self._device.current()
+            event._graph_guard_source = stream or self._device.current()
 
     def _after_wait(self, event: torch.cuda.Event, stream: torch.cuda.Stream | None) -> None:
         if threading.get_ident() != self._thread:
@@ -231,7 +235,7 @@ class StreamSafeCapture(TorchDispatchMode):
                 if stream not in self._streams and self._device.capturing(stream):
                     self._join(stream)
                 return
-        source = self._sources.get(event)
+        source = getattr(event, "_graph_guard_source", None)
         if stream == self._main:
             self._open_forks.pop(source, None)
         elif source == self._main or source in self._open_forks:

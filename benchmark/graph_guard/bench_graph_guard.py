@@ -1,0 +1,179 @@
+"""Cost of stream-safe capture on a device: replay time, graph pool memory and capture time, in pairs with and without.
+
+    python benchmark/graph_guard/bench_graph_guard.py --output benchmark/graph_guard/results/h200-2026-11-29.json
+
+Both members of a pair are captured from the same safe code (every reference is kept to its join) through
+FullCudaGraphBackend, so that only the guard differs. Replays alternate within a pair. The interval is the 95%
+t-interval of the mean of the ratios on/off.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "test/gpu"))
+from graph_guard_harness import backend, pool_bytes  # noqa: E402
+
+SIZES = (64, 32, 16, 8, 4, 2, 1)  # captured in this order, as the runners do
+LAYERS, HIDDEN, FFN = 32, 2048, 4096
+
+
+class Model(torch.nn.Module):
+    """Decoder-like layers with the two overlaps that upstream's models have: a norm, and a shared expert."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+
+        def weight(n_in, n_out):
+            return (torch.randn(n_in, n_out, device="cuda") / n_in**0.5).to(torch.bfloat16)
+
+        self.layers = [
+            {
+                "qkv": weight(HIDDEN, 3 * HIDDEN),
+                "o": weight(HIDDEN, HIDDEN),
+                "up": weight(HIDDEN, FFN),
+                "down": weight(FFN, HIDDEN),
+                "shared_up": weight(HIDDEN, FFN),
+                "shared_down": weight(FFN, HIDDEN),
+            }
+            for _ in range(LAYERS)
+        ]
+        self.alt = torch.cuda.Stream()
+
+    def forward(self, x):
+        main = torch.cuda.current_stream()
+        norm = torch.nn.functional.rms_norm
+        for w in self.layers:
+            q, k, v = (norm(x, (HIDDEN,)) @ w["qkv"]).split(HIDDEN, dim=1)
+            self.alt.wait_stream(main)
+            q2 = norm(q, (HIDDEN,))
+            with torch.cuda.stream(self.alt):
+                k2 = norm(k, (HIDDEN,))
+            main.wait_stream(self.alt)
+            x = x + (torch.sigmoid(q2 * k2) * v) @ w["o"]
+            h = norm(x, (HIDDEN,))
+            self.alt.wait_stream(main)
+            with torch.cuda.stream(self.alt):
+                shared = torch.relu(h @ w["shared_up"]) @ w["shared_down"]
+            routed = torch.relu(h @ w["up"]) @ w["down"]
+            main.wait_stream(self.alt)
+            x = x + routed + shared
+            self.alt.wait_stream(main)  # what alt allocated was read here
+        main.wait_stream(self.alt)
+        return x
+
+
+def interval(ratios):
+    """(mean, half width of the 95% t-interval)."""
+    n = len(ratios)
+    t = 1.96 + 2.4 / (n - 1)  # Student's t for n > 10 within 1%
+    return statistics.fmean(ratios), t * statistics.stdev(ratios) / math.sqrt(n)
+
+
+def capture_all(capture, model, x):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    replays = {n: capture(n, lambda n=n: model(x[:n])) for n in SIZES}
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, replays
+
+
+def replay_ms(replay, times):
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(times):
+        replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / times
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--replay-pairs", type=int, default=60)
+    parser.add_argument("--capture-pairs", type=int, default=12)
+    args = parser.parse_args()
+
+    model, x = Model(), torch.randn(SIZES[0], HIDDEN, device="cuda").to(torch.bfloat16)
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), ExitStack() as stack:
+        with backend("full", stream=stream) as capture:  # kernels are loaded before anything is timed
+            capture_all(capture, model, x)
+        seconds = {False: [], True: []}
+        memory = {}
+        for pair in range(args.capture_pairs):
+            for guard in (pair % 2 == 0, pair % 2 == 1):
+                with backend("full", guard=guard, stream=stream) as capture:
+                    took, _ = capture_all(capture, model, x)
+                    seconds[guard].append(took)
+                    memory[guard] = pool_bytes(capture.backend)
+        captures = [on / off for on, off in zip(seconds[True], seconds[False], strict=True)]
+        graphs = {}
+        for guard in (False, True):
+            capture = stack.enter_context(backend("full", guard=guard, stream=stream))
+            graphs[guard] = capture_all(capture, model, x)[1]
+        replays = {}
+        for n in (SIZES[0], SIZES[-1]):
+            times = {False: [], True: []}
+            for pair in range(args.replay_pairs + 3):
+                for guard in (pair % 2 == 0, pair % 2 == 1):
+                    ms = replay_ms(graphs[guard][n], 20)
+                    if pair >= 3:
+                        times[guard].append(ms)
+            mean, half = interval([on / off for on, off in zip(times[True], times[False], strict=True)])
+            replays[n] = {
+                "off_ms": statistics.median(times[False]),
+                "on_ms": statistics.median(times[True]),
+                "ratio": mean,
+                "ratio_95": [mean - half, mean + half],
+                "pairs": args.replay_pairs,
+                "replays_each": 20,
+            }
+    mean, half = interval(captures)
+    commit = os.environ.get("GRAPH_GUARD_COMMIT")
+    if not commit:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        commit = head.stdout.strip()
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": commit,
+        "command": "python benchmark/graph_guard/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "model": {"layers": LAYERS, "hidden": HIDDEN, "ffn": FFN, "sizes": SIZES},
+        "replay": replays,
+        "capture": {
+            "off_s": statistics.median(seconds[False]),
+            "on_s": statistics.median(seconds[True]),
+            "ratio": mean,
+            "ratio_95": [mean - half, mean + half],
+            "pairs": args.capture_pairs,
+        },
+        "pool_bytes": {"off": memory[False], "on": memory[True], "ratio": memory[True] / memory[False]},
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    for n, r in replays.items():
+        print(
+            f"replay size {n}: {r['off_ms']:.4f} -> {r['on_ms']:.4f} ms, ratio {r['ratio']:.4f} {r['ratio_95']}"
+        )
+    c = result["capture"]
+    print(f"capture: {c['off_s']:.3f} -> {c['on_s']:.3f} s, ratio {c['ratio']:.3f} {c['ratio_95']}")
+    print(
+        f"pool: {memory[False] / 2**20:.1f} -> {memory[True] / 2**20:.1f} MiB, ratio {result['pool_bytes']['ratio']:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Graph guard through the tree's real backends: reuse patterns A and B, dropped joins, refusals, no extra kernel."""
+
+import os
+import sys
+import unittest
+from unittest import mock
+
+import torch
+from cuda.bindings import runtime as cudart
+
+sys.path.insert(0, os.path.dirname(__file__))
+from graph_guard_harness import Overlap, backend
+from sglang.srt.model_executor.graph_guard import HostReadInCaptureError
+from sglang.srt.model_executor.graph_guard.happens_before import DROPPED_WAIT, LIVE, REUSE
+from sglang.srt.model_executor.graph_guard.race_detector import detect_graph_races
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import break_graph, eager_on_graph
+from sglang.test.ci.ci_register import register_cuda_ci
+
+register_cuda_ci(est_time=40, suite="gpu")
+
+KINDS = ("full", "breakable")
+
+
+class ReuseTest(unittest.TestCase):
+    def test_patterns(self):
+        for kind in KINDS:
+            for pattern in ("a", "b"):
+                with self.subTest(kind=kind, pattern=pattern):
+                    work = Overlap(pattern)
+                    with backend(kind, guard=False) as capture:
+                        replay = capture(8, work)
+                        self.assertEqual(
+                            work.reused, 24, "precondition: the dropped block is what comes next"
+                        )
+                        self.assertEqual(work.wrong_layers(replay, 3), 24)
+                    with backend(kind, guard=True) as capture:
+                        replay = capture(8, work)
+                        self.assertEqual(work.reused, 0)
+                        self.assertEqual(work.wrong_layers(replay, 100), 0)
+
+    def test_pattern_across_segments(self):
+        for pattern in ("a", "b"):
+            work = Overlap(pattern, layers=4)
+
+            def forward(work=work):
+                for out in work.outs:
+                    getattr(work, f"layer_{work.pattern}")(out)
+                    break_graph()
+                return work.expected
+
+            with backend("breakable") as capture:
+                replay = capture(8, forward)
+                self.assertEqual(work.wrong_layers(replay, 20), 0)
+
+    def test_detector(self):
+        for pattern in ("a", "b"):
+            work = Overlap(pattern)
+            stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with detect_graph_races() as report, torch.cuda.graph(graph, pool=pool, stream=stream):
+                work()
+            self.assertEqual({r.kind for r in report.races}, {REUSE})
+            self.assertEqual(len({r.second.index for r in report.races}), 24)
+            race = report.races[0]
+            self.assertIn("layer_" + pattern, race.second.info["stack"][0])
+            self.assertEqual(race.allocations[0][0], work.expected.nbytes)
+        work = Overlap("safe")
+        graph = torch.cuda.CUDAGraph()
+        with detect_graph_races() as report, torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            work()
+        self.assertEqual(report.races, [])
+        self.assertGreater(report.engine.operations, 70)
+
+    def test_detector_through_the_backend(self):
+        from sglang.srt.model_executor import graph_guard
+
+        for guard, wrong in ((False, 24), (True, 0)):
+            graph_guard._race_report = None
+            path = os.path.join(self.enterContext(_folder()), "races.json")
+            with backend("full", guard=guard, debug_graph_races=path) as capture:
+                if wrong:
+                    with self.assertLogs("sglang.srt.model_executor.graph_guard", "ERROR"):
+                        capture(8, Overlap("a"))
+                else:
+                    capture(8, Overlap("a"))
+            self.assertEqual(len(graph_guard._race_report.races), wrong)
+            self.assertTrue(os.path.exists(path))
+
+    def test_both_streams_are_busy_at_once(self):
+        work = Overlap("a", layers=4)
+        work.x @ work.w
+        main_work = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+
+        def forward():
+            main = torch.cuda.current_stream()
+            work.side.wait_stream(main)
+            with torch.cuda.stream(work.side):
+                torch.cuda._sleep(2_000_000)
+            for _ in range(4):
+                main_work @ main_work
+            main.wait_stream(work.side)
+            return work.expected
+
+        with backend("full") as capture:
+            replay = capture(8, forward)
+            replay()
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                replay()
+                torch.cuda.synchronize()
+        spans = {}
+        for event in profile.profiler.kineto_results.events():
+            if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0:
+                spans.setdefault(event.device_resource_id(), []).append(
+                    (event.start_ns(), event.start_ns() + event.duration_ns())
+                )
+        self.assertGreaterEqual(len(spans), 2, "kernels on two streams")
+        (a, b), *_ = [(x, y) for x in spans for y in spans if x < y]
+        together = sum(max(0, min(e, f) - max(s, t)) for s, e in spans[a] for t, f in spans[b])
+        self.assertGreater(together, 0)
+
+
+class DroppedJoinTest(unittest.TestCase):
+    """A break that leaves work on the side stream, and a segment that needs it."""
+
+    def forward(self, x, buffer, out, side, fork_again):
+        @eager_on_graph
+        def leave_work(x, buffer):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(20_000_000)
+                buffer.copy_(x)
+
+        def run():
+            y = x + 0
+            leave_work(y, buffer)
+            main = torch.cuda.current_stream()
+            if fork_again:
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
+                    out.copy_(buffer)
+                main.wait_stream(side)
+            else:
+                main.wait_stream(side)
+                out.copy_(buffer)
+            return x
+
+        return run
+
+    def stale(self, guard, fork_again):
+        x, buffer, out = (torch.zeros(8, 1024, device="cuda") for _ in range(3))
+        side = torch.cuda.Stream()
+        with backend("breakable", guard=guard) as capture:
+            replay = capture(8, self.forward(x, buffer, out, side, fork_again))
+            wrong = 0
+            for value in range(1, 6):
+                torch.cuda.synchronize()
+                x.fill_(value)
+                replay()
+                wrong += not bool((out == value).all())
+            torch.cuda.synchronize()
+        return wrong
+
+    def test_join_that_the_segment_asks_for(self):
+        self.assertEqual(self.stale(guard=False, fork_again=False), 5)
+        self.assertEqual(self.stale(guard=True, fork_again=False), 0)
+
+    def test_fork_that_only_orders_against_the_graph(self):
+        self.assertEqual(self.stale(guard=False, fork_again=True), 5)
+        self.assertEqual(self.stale(guard=True, fork_again=True), 0)
+
+    def test_detector_names_the_dropped_wait(self):
+        from sglang.srt.model_executor import graph_guard
+
+        x, buffer, out = (torch.zeros(8, 1024, device="cuda") for _ in range(3))
+        graph_guard._race_report = None
+        path = os.path.join(self.enterContext(_folder()), "races.json")
+        forward = self.forward(x, buffer, out, torch.cuda.Stream(), False)
+        with backend("breakable", guard=False, debug_graph_races=path) as capture:
+            capture(8, forward)
+        kinds = [r.kind for r in graph_guard._race_report.races]
+        self.assertIn(DROPPED_WAIT, kinds)
+        self.assertIn(LIVE, kinds)
+
+
+class CaptureTest(unittest.TestCase):
+    def test_a_validation_hook_is_refused_by_name_and_the_next_capture_works(self):
+        x = torch.ones(8, 8, device="cuda")
+
+        def check_finite(y):
+            if y.isnan().any().item():
+                raise ValueError
+
+        def forward():
+            y = x * 2
+            check_finite(y)
+            return y
+
+        for kind in KINDS:
+            with (
+                backend(kind) as capture,
+                self.assertRaisesRegex(HostReadInCaptureError, r"check_finite.*Tensor\.item"),
+            ):
+                capture(8, forward)
+            with backend(kind) as capture:
+                replay = capture(8, lambda: x * 3)
+                self.assertEqual(replay()[0, 0].item(), 3.0)
+
+    def test_not_one_extra_kernel(self):
+        class Kept(torch.cuda.CUDAGraph):
+            def __new__(cls):
+                return super().__new__(cls, keep_graph=True)
+
+        def nodes(graph):
+            error, _, count = cudart.cudaGraphGetNodes(graph.raw_cuda_graph(), 0)
+            self.assertEqual(int(error), 0)
+            return count
+
+        counts = {}
+        for guard in (False, True):
+            with mock.patch.object(torch.cuda, "CUDAGraph", Kept), backend("full", guard=guard) as capture:
+                capture(8, Overlap("safe"))
+                (graph,) = capture.backend._graphs.values()
+                counts[guard] = nodes(graph)
+        self.assertGreater(counts[False], 70)
+        self.assertEqual(counts[True], counts[False])
+
+    def test_compiled_region(self):
+        """Its allocations bypass the dispatcher; what leaves it is recorded where it is next used."""
+
+        @torch.compile(dynamic=False)
+        def gate(x):
+            return torch.sigmoid(x) * x
+
+        x = torch.randn(64, 64, device="cuda")
+        side = torch.cuda.Stream()
+        out = torch.zeros_like(x)
+
+        def forward():
+            main = torch.cuda.current_stream()
+            y = gate(x)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(1_000_000)
+                out.copy_(y)
+            del y
+            z = torch.zeros_like(x)
+            main.wait_stream(side)
+            return z
+
+        with torch.no_grad(), backend("full") as capture:
+            replay = capture(8, forward)
+            for value in (1.0, 2.0):
+                x.fill_(value)
+                replay()
+                torch.testing.assert_close(out, torch.sigmoid(x) * x)
+
+
+def _folder():
+    import tempfile
+
+    return tempfile.TemporaryDirectory()
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,82 @@
+"""The instruments' server arguments, and that nothing is wrapped while they and the guard are off."""
+
+import argparse
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+from sglang.srt.model_executor import graph_guard
+from sglang.srt.server_args import ServerArgs
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=12, suite="unit")
+
+
+def flags(**values):
+    off = {"debug_graph_races": None, "debug_graph_diff": None, "debug_graph_canary": None}
+    return SimpleNamespace(graph=SimpleNamespace(**{**off, **values}))
+
+
+class ArgumentsTest(unittest.TestCase):
+    def test_server_arguments(self):
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        text = "--model-path x --debug-graph-races r.json --debug-graph-diff layers --debug-graph-canary 8"
+        args = parser.parse_args(text.split())
+        self.assertEqual(
+            (args.debug_graph_races, args.debug_graph_diff, args.debug_graph_canary), ("r.json", "layers", 8)
+        )
+        args = parser.parse_args(["--model-path", "x"])
+        self.assertEqual(
+            (args.debug_graph_races, args.debug_graph_diff, args.debug_graph_canary), (None, None, None)
+        )
+
+    def test_all_off_is_the_same_function(self):
+        forward = lambda: 1  # noqa: E731
+        with mock.patch("sglang.srt.runtime_context.get_exec", flags):
+            with mock.patch.dict("os.environ", SGLANG_GRAPH_GUARD="0"):
+                self.assertIs(graph_guard.guard_capture(forward, object(), 4), forward)
+
+    def test_on_by_default_and_transparent_outside_a_capture(self):
+        with (
+            mock.patch("sglang.srt.runtime_context.get_exec", flags),
+            mock.patch.object(
+                graph_guard.stream_order, "enable_record_stream_reuse", return_value=True
+            ) as reuse,
+            mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+        ):
+            guarded = graph_guard.guard_capture(lambda: "out", object(), 4)
+            self.assertEqual(guarded(), "out")
+        reuse.assert_called_once_with()
+
+    def test_probe_and_canary_are_attached_once(self):
+        runner = SimpleNamespace(model_runner=SimpleNamespace(model=None), raw_num_tokens=0)
+        backend = SimpleNamespace(_cuda_graph_runner=runner, replay=lambda key, batch: "out")
+        with (
+            mock.patch("sglang.srt.runtime_context.get_exec", lambda: flags(debug_graph_diff="aten::mm")),
+            mock.patch.dict("os.environ", SGLANG_GRAPH_GUARD="0"),
+            mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+        ):
+            for key in (8, 4):
+                graph_guard.guard_capture(lambda: None, backend, key)()
+            replay = backend.replay
+            graph_guard.guard_capture(lambda: None, backend, 2)()
+            self.assertIs(backend.replay, replay)
+            self.assertEqual(backend.replay(4, SimpleNamespace(batch_size=3)), "out")
+        self.assertEqual(backend._graph_diff.steps, 1)
+
+    def test_canary_refuses_pools_that_others_fill(self):
+        args = SimpleNamespace(enable_hierarchical_cache=True, disaggregation_mode="null")
+        backend = SimpleNamespace(model_runner=SimpleNamespace())
+        with (
+            mock.patch("sglang.srt.runtime_context.get_exec", lambda: flags(debug_graph_canary=4)),
+            mock.patch("sglang.srt.runtime_context.get_server_args", lambda: args),
+        ):
+            with self.assertRaisesRegex(
+                ValueError, "--debug-graph-canary can't be used with --enable-hierarchical-cache"
+            ):
+                graph_guard.guard_capture(lambda: None, backend, 4)
+
+
+if __name__ == "__main__":
+    unittest.main()
