@@ -1,0 +1,182 @@
+"""ddtree_accept against a walk in plain Python over the child links."""
+
+import random
+import sys
+
+import pytest
+import torch
+from draft_tree_cases import (
+    DEVICES,
+    assert_equal,
+    built,
+    candidates_of,
+    log_probs_of,
+    on_cpu,
+    tensors_of,
+    trees_of,
+)
+from sgl_kernel.ddtree import Accepted, DraftTrees, accept
+
+try:
+    from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+except ImportError:  # the bare device
+
+    def register_cpu_ci(**_):
+        pass
+
+    register_cuda_ci = register_cpu_ci
+
+register_cpu_ci(est_time=15, suite="kernel")
+register_cuda_ci(est_time=20, suite="gpu")
+
+on_each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def walk(trees: DraftTrees, target: torch.Tensor, depth: int) -> Accepted:
+    b = target.shape[0]
+    out = Accepted.allocate(b, depth, "cpu")
+    for r in range(b):
+        path, emitted, row = [], [], 0
+        while row >= 0 and len(path) < depth:
+            path.append(row)
+            emitted.append(int(target[r, row]))
+            row = int(trees.first_child[r, row])
+            while row >= 0 and int(trees.tokens[r, row]) != emitted[-1]:
+                row = int(trees.next_sibling[r, row])
+        padding = [0] * (depth - len(path))
+        out.path[r] = torch.tensor(path + padding)
+        out.tokens[r] = torch.tensor(emitted + padding)
+        out.lengths[r] = len(path)
+        out.bonus[r] = emitted[-1]
+    return out
+
+
+def accepted(trees: DraftTrees, target: torch.Tensor, depth: int, device: str) -> Accepted:
+    out = Accepted.allocate(target.shape[0], depth, device)
+    for tensor in tensors_of(out).values():
+        tensor.fill_(-7777)
+    trees = DraftTrees(**{name: tensor.to(device) for name, tensor in tensors_of(trees).items()})
+    return on_cpu(accept(trees, target.to(device), out))
+
+
+def random_trees(b: int, depth: int, width: int, rows: int, keep_spine: bool, seed: int) -> DraftTrees:
+    generator = torch.Generator().manual_seed(seed)
+    candidates = candidates_of(b, depth, width, generator)
+    log_probs = log_probs_of(b, depth, width, 2.0, generator)
+    return built(candidates, log_probs, torch.arange(b), rows, "cpu", keep_spine=keep_spine)
+
+
+def random_target(trees: DraftTrees, rng: random.Random, hit_rate: float) -> torch.Tensor:
+    """At each row with a child, one of its children's tokens (any of them) or a miss."""
+    target = -1 - trees.tokens  # tokens that no row has
+    for r in range(target.shape[0]):
+        children: dict[int, list[int]] = {}
+        for row, parent in enumerate(trees.parents[r].tolist()):
+            if parent >= 0:
+                children.setdefault(parent, []).append(row)
+        for parent, rows in children.items():
+            if rng.random() < hit_rate:
+                target[r, parent] = trees.tokens[r, rng.choice(rows)]
+    return target
+
+
+@on_each_device
+@pytest.mark.parametrize("keep_spine", [False, True])
+@pytest.mark.parametrize(
+    "rows, depth, width", [(1, 3, 3), (2, 3, 3), (16, 7, 4), (32, 15, 8), (33, 15, 8), (256, 32, 32)]
+)
+@pytest.mark.parametrize("hit_rate", [0.0, 0.7, 1.0])
+def test_walk(rows, depth, width, keep_spine, hit_rate, device):
+    trees = random_trees(5, depth, width, rows, keep_spine, seed=rows)
+    target = random_target(trees, random.Random(rows), hit_rate)
+    got = accepted(trees, target, depth + 1, device)
+    assert_equal(got, walk(trees, target, depth + 1))
+    assert hit_rate > 0 or got.lengths.tolist() == [1] * 5
+    if hit_rate == 1 and keep_spine and rows > depth:
+        assert got.lengths.max() > 1
+
+
+def chain(rows: int) -> DraftTrees:
+    nodes = [[(row, row - 1, 0) for row in range(1, rows)]]
+    return trees_of(nodes, torch.arange(1, rows).view(1, rows - 1, 1), torch.tensor([0]), rows)
+
+
+@on_each_device
+@pytest.mark.parametrize("depth", [1, 2, 9, 33, 256])
+def test_whole_chain(depth, device):
+    """A chain of 256 rows accepted as far as the output reaches."""
+    got = accepted(chain(256), torch.arange(1, 257).view(1, 256), depth, device)
+    assert got.path[0].tolist() == list(range(depth))
+    assert got.tokens[0].tolist() == list(range(1, depth + 1))
+    assert (got.lengths.item(), got.bonus.item()) == (depth, depth)
+
+
+@on_each_device
+def test_padding_is_never_accepted(device):
+    """Padding rows hold the root's token: a target that says it again must not reach them."""
+    candidates = torch.tensor([[[10], [20]]])
+    trees = built(candidates, torch.tensor([[[-1.0], [-1.0]]]), torch.tensor([5]), 40, "cpu")
+    assert trees.tokens[0, 3:].unique().tolist() == [5]
+    got = accepted(trees, torch.full((1, 40), 5), 3, device)
+    assert (got.path.tolist(), got.tokens.tolist(), got.lengths.tolist()) == ([[0, 0, 0]], [[5, 0, 0]], [1])
+
+
+@on_each_device
+def test_equal_siblings(device):
+    """Were two siblings to hold one token, the first is taken."""
+    nodes = [[(1, 0, 0), (1, 0, 1), (2, 2, 0), (2, 1, 0)]]
+    trees = trees_of(nodes, torch.tensor([[[7, 7], [8, 9]]]), torch.tensor([1]), 5)
+    got = accepted(trees, torch.tensor([[7, 8, 8, 3, 4]]), 3, device)
+    assert (got.path.tolist(), got.tokens.tolist()) == ([[0, 1, 4]], [[7, 8, 4]])
+
+
+@on_each_device
+def test_large_token_ids(device):
+    """Tokens are compared in all 64 bits."""
+    nodes = [[(1, 0, 0), (1, 0, 1)]]
+    trees = trees_of(nodes, torch.tensor([[[3, 3 + 2**32]]]), torch.tensor([1]), 3)
+    got = accepted(trees, torch.tensor([[3 + 2**32, 0, 0]]), 2, device)
+    assert got.path.tolist() == [[0, 2]]
+
+
+@on_each_device
+def test_wide_batch(device):
+    trees = random_trees(300, 15, 8, 32, False, seed=9)
+    target = random_target(trees, random.Random(9), 0.9)
+    assert_equal(accepted(trees, target, 16, device), walk(trees, target, 16))
+
+
+@on_each_device
+def test_opcheck(device):
+    """Schema (what is mutated, what aliases), fake tensors and autograd registration as torch wants them."""
+    trees, out = chain(5), Accepted.allocate(1, 3, device)
+    arguments = [trees.tokens, trees.parents, torch.zeros(1, 5, dtype=torch.int64)]
+    torch.library.opcheck(
+        torch.ops.sgl_kernel.ddtree_accept.default,
+        [*(t.to(device) for t in arguments), out.path, out.tokens, out.lengths, out.bonus],
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("target", torch.zeros(1, 5, dtype=torch.int32), "target: expected dtype int64, got int32"),
+        ("target", torch.zeros(5, dtype=torch.int64), r"target: expected shape \[1, 5\], got \[5\]"),
+        ("path", torch.zeros(1, 0, dtype=torch.int64), r"path: expected \[b, D\] with D of 1 to 256, got 0"),
+        ("lengths", torch.zeros(1, dtype=torch.int64), "lengths: expected dtype int32, got int64"),
+        ("tokens", torch.zeros(1, 4, dtype=torch.int64), r"output: expected shape \[1, 3\], got \[1, 4\]"),
+    ],
+)
+def test_errors(name, value, message):
+    target, out = torch.zeros(1, 5, dtype=torch.int64), Accepted.allocate(1, 3, "cpu")
+    if name == "target":
+        target = value
+    else:
+        setattr(out, name, value)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        accept(chain(5), target, out)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, *sys.argv[1:]]))

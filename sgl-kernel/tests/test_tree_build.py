@@ -1,0 +1,287 @@
+"""ddtree_build: optimal by brute force on small cases, and every row by a heap on large ones; CPU and CUDA."""
+
+import functools
+import math
+import sys
+
+import pytest
+import torch
+from draft_tree_cases import (
+    DEVICES,
+    assert_equal,
+    built,
+    candidates_of,
+    heap_nodes,
+    log_probs_of,
+    on_cpu,
+    poisoned,
+    tied_log_probs_of,
+    trees_of,
+)
+from sgl_kernel.ddtree import DraftTrees, build
+
+try:
+    from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+except ImportError:  # the bare device
+
+    def register_cpu_ci(**_):
+        pass
+
+    register_cuda_ci = register_cpu_ci
+
+register_cpu_ci(est_time=20, suite="kernel")
+register_cuda_ci(est_time=30, suite="gpu")
+
+on_each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def expected(
+    candidates, log_probs, bonus, rows, keep_spine=False, budget=None, prefix_lens=None
+) -> DraftTrees:
+    nodes = []
+    for r in range(candidates.shape[0]):
+        limit = rows - 1 if budget is None else max(0, min(int(budget[r]), rows - 1))
+        nodes.append(heap_nodes(log_probs[r], limit, keep_spine))
+    return trees_of(nodes, candidates, bonus, rows, prefix_lens)
+
+
+def inputs(b, depth, width, sharpness, seed):
+    generator = torch.Generator().manual_seed(seed)
+    log_probs = (
+        tied_log_probs_of(b, depth, width, generator)
+        if sharpness is None
+        else log_probs_of(b, depth, width, sharpness, generator)
+    )
+    bonus = torch.randint(50_000, 60_000, (b,), generator=generator)
+    return candidates_of(b, depth, width, generator), log_probs, bonus
+
+
+@functools.cache
+def all_trees(depth: int, width: int, above: tuple = ()) -> list[frozenset]:
+    """Every set of prefixes (rank tuples) below `above` that holds the parents of its members."""
+    if depth == 0:
+        return [frozenset()]
+    trees = [frozenset()]
+    for rank in range(width):
+        child = (*above, rank)
+        below = [frozenset()] + [{child} | tree for tree in all_trees(depth - 1, width, child)]
+        trees = [tree | more for tree in trees for more in below]
+    return trees
+
+
+def prefixes_of(trees: DraftTrees, candidates: torch.Tensor) -> set:
+    """The rank tuples of one request's nodes, found from its tokens and parents alone."""
+    paths = {0: ()}
+    for row in range(1, int(trees.num_rows[0])):
+        parent = int(trees.parents[0, row])
+        assert parent < row
+        above = paths[parent]
+        paths[row] = above + (candidates[0, len(above)].tolist().index(int(trees.tokens[0, row])),)
+    return set(paths.values()) - {()}
+
+
+@on_each_device
+@pytest.mark.parametrize("keep_spine", [False, True])
+@pytest.mark.parametrize("depth, width", [(3, 2), (2, 3), (1, 6), (6, 1)])
+@pytest.mark.parametrize("sharpness", [0.0, 0.5, 1.5, None])
+def test_no_tree_is_better(depth, width, sharpness, keep_spine, device):
+    """Brute force over all trees, at every budget, in float64. The op compares float32 scores, which are off by a few
+    1e-7: it may take the worse of two trees that close."""
+    candidates, log_probs, bonus = inputs(1, depth, width, sharpness, seed=depth)
+    values = log_probs[0].tolist()
+
+    @functools.cache
+    def probability(prefix):
+        return math.exp(math.fsum(values[d][rank] for d, rank in enumerate(prefix)))
+
+    def mass(tree):
+        return math.fsum(map(probability, tree))
+
+    def spine(size):
+        return {(0,) * d for d in range(1, min(size, depth) + 1)} if keep_spine else set()
+
+    best: dict[int, float] = {}
+    for tree in all_trees(depth, width):
+        if spine(len(tree)) <= tree:
+            best[len(tree)] = max(best.get(len(tree), 0.0), mass(tree))
+    for size, largest in best.items():
+        got = prefixes_of(
+            built(candidates, log_probs, bonus, size + 1, device, keep_spine=keep_spine), candidates
+        )
+        assert len(got) == size and spine(size) <= got
+        assert mass(got) >= largest * (1 - 1e-6)
+
+
+@on_each_device
+@pytest.mark.parametrize("keep_spine", [False, True])
+@pytest.mark.parametrize(
+    "rows, depth, width, sharpness",
+    [
+        (256, 32, 32, 1.0),
+        (256, 32, 32, 6.0),
+        (256, 32, 32, 0.0),
+        (256, 32, 32, None),
+        (256, 15, 8, 4.0),
+        (129, 7, 32, 2.0),
+        (128, 15, 4, 3.0),
+        (65, 15, 8, None),
+        (64, 15, 8, 4.0),
+        (33, 31, 8, 9.0),
+        (32, 15, 8, 3.0),
+        (16, 7, 4, None),
+        (2, 15, 8, 3.0),
+        (1, 15, 8, 3.0),
+        (17, 1, 16, 2.0),
+        (12, 1, 32, 2.0),
+        (20, 32, 1, 2.0),  # a chain, cut
+        (64, 32, 1, 2.0),  # a chain, whole: 31 rows of padding
+        (256, 2, 3, None),  # all 12 prefixes
+    ],
+)
+def test_every_row(rows, depth, width, sharpness, keep_spine, device):
+    candidates, log_probs, bonus = inputs(3, depth, width, sharpness, seed=rows + depth)
+    got = built(candidates, log_probs, bonus, rows, device, keep_spine=keep_spine)
+    assert_equal(got, expected(candidates, log_probs, bonus, rows, keep_spine))
+
+
+def test_stated_order():
+    """Two equal candidates at each of two positions: by score, then depth, then the parent's row, then rank."""
+    candidates = torch.tensor([[[10, 11], [20, 21]]])
+    trees = built(candidates, torch.full((1, 2, 2), -1.0), torch.tensor([5]), 8, "cpu")
+    assert trees.tokens[0].tolist() == [5, 10, 11, 20, 21, 20, 21, 5]
+    assert trees.parents[0].tolist() == [-1, 0, 0, 1, 1, 2, 2, -1]
+    assert trees.num_rows.tolist() == [7]
+    # A certain second position ties each child with its parent: the shallower node comes first.
+    log_probs = torch.tensor([[[-1.0, -1.0], [0.0, -3.0]]])
+    trees = built(candidates, log_probs, torch.tensor([5]), 5, "cpu")
+    assert trees.tokens[0].tolist() == [5, 10, 11, 20, 20]
+
+
+def test_spine_comes_first():
+    candidates, log_probs, bonus = inputs(1, 4, 3, 0.1, seed=0)
+    trees = built(candidates, log_probs, bonus, 9, "cpu", keep_spine=True)
+    assert trees.parents[0, 1:5].tolist() == [0, 1, 2, 3]
+    assert trees.tokens[0, 1:5].tolist() == candidates[0, :, 0].tolist()
+    assert (
+        built(candidates, log_probs, bonus, 9, "cpu").depths.max() < 4
+    )  # which best first would not have kept
+
+
+@on_each_device
+@pytest.mark.parametrize("keep_spine", [False, True])
+def test_budget_and_positions(keep_spine, device):
+    rows = 20
+    budget = torch.tensor([19, 0, 1, 7, 400, -3], dtype=torch.int32)
+    prefix_lens = torch.tensor([0, 1, 17, 4096, 131_072, 2**33])
+    candidates, log_probs, bonus = inputs(6, 5, 4, 2.0, seed=1)
+    options = dict(keep_spine=keep_spine, budget=budget, prefix_lens=prefix_lens)
+    got = built(candidates, log_probs, bonus, rows, device, **options)
+    assert got.num_rows.tolist() == [20, 1, 2, 8, 20, 1]
+    assert_equal(got, expected(candidates, log_probs, bonus, rows, **options))
+
+
+@on_each_device
+@pytest.mark.parametrize("keep_spine", [False, True])
+def test_impossible_candidates(keep_spine, device):
+    """-inf and NaN are never nodes, nor is anything below them; a log-probability above 0 counts as 0."""
+    candidates, log_probs, bonus = inputs(5, 6, 4, 1.0, seed=2)
+    log_probs[0, :, 2:] = -math.inf
+    log_probs[1, 3] = -math.inf
+    log_probs[2] = -math.inf
+    log_probs[3, 1:, 1:] = math.nan
+    log_probs[4, :, 0] = 1e-6
+    got = built(candidates, log_probs, bonus, 100, device, keep_spine=keep_spine)
+    assert got.num_rows.tolist()[1:4] == [1 + 4 + 16 + 64, 1, 1 + 4 * 6]
+    assert got.depths[1].max() == 3
+    assert_equal(got, expected(candidates, log_probs, bonus, 100, keep_spine))
+
+
+@on_each_device
+def test_logits_and_their_sum(device):
+    """Logits with their logsumexp give the tree of their float32 difference."""
+    candidates, log_probs, bonus = inputs(4, 8, 8, 3.0, seed=3)
+    log_sum = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) * 10
+    logits = log_probs + log_sum[..., None]
+    got = built(candidates, logits, bonus, 64, device, log_sum=log_sum)
+    assert_equal(got, expected(candidates, logits - log_sum[..., None], bonus, 64))
+
+
+@on_each_device
+def test_wide_words(device):
+    """Words beyond the rows are written too."""
+    candidates, log_probs, bonus = inputs(2, 4, 4, 2.0, seed=4)
+    out = poisoned(2, 10, device)
+    out.ancestors = torch.full((2, 10, 6), -1, dtype=torch.int64, device=device)
+    build(candidates.to(device), log_probs.to(device), bonus.to(device), out)
+    want = expected(candidates, log_probs, bonus, 10)
+    assert torch.equal(out.ancestors[..., :1].cpu(), want.ancestors)
+    assert not out.ancestors[..., 1:].any()
+
+
+@on_each_device
+def test_equal_on_every_device(device):
+    """A batch wider than the multiprocessors, bit for bit as on the CPU."""
+    for sharpness in (None, 0.3, 5.0):
+        candidates, log_probs, bonus = inputs(160, 15, 8, sharpness, seed=5)
+        want = built(candidates, log_probs, bonus, 48, "cpu")
+        assert_equal(built(candidates, log_probs, bonus, 48, device), want, str(sharpness))
+
+
+@on_each_device
+def test_empty_batch(device):
+    candidates, log_probs, bonus = inputs(1, 3, 3, 1.0, seed=6)
+    out = on_cpu(poisoned(1, 4, device)).first(0)
+    build(candidates[:0], log_probs[:0], bonus[:0], out)
+    assert out.tokens.shape == (0, 4)
+
+
+def arguments(device):
+    candidates, log_probs, bonus = (x.to(device) for x in inputs(2, 3, 4, 1.0, seed=7))
+    out = poisoned(2, 5, device, positions=True)
+    rest = (getattr(out, name) for name in out.__dataclass_fields__)
+    return [candidates, log_probs, None, bonus, None, torch.zeros_like(bonus), False, *rest]
+
+
+@on_each_device
+def test_opcheck(device):
+    """Schema (what is mutated, what aliases), fake tensors and autograd registration as torch wants them."""
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.sgl_kernel.ddtree_build.default, arguments(device), test_utils=tests)
+
+
+@pytest.mark.parametrize(
+    "position, change, message",
+    [
+        (0, lambda t: t.int(), "candidates: expected dtype int64, got int32"),
+        (0, lambda t: t.new_zeros(2, 33, 4), r"candidates: expected \[b, L, K\] with L of 1 to 32, got 33"),
+        (0, lambda t: t.new_zeros(2, 3, 33), r"candidates: expected \[b, L, K\] with K of 1 to 32, got 33"),
+        (0, lambda t: t.new_zeros(2, 0, 4), r"candidates: expected \[b, L, K\] with L of 1 to 32, got 0"),
+        (1, lambda t: t.half(), "log_probs: expected dtype float32, got float16"),
+        (1, lambda t: t[:, :2], r"log_probs: expected shape \[2, 3, 4\], got \[2, 2, 4\]"),
+        (
+            1,
+            lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+            "log_probs: expected a contiguous tensor",
+        ),
+        (3, lambda t: t[:1], r"bonus: expected shape \[2\], got \[1\]"),
+        (4, lambda t: torch.zeros(2), "budget: expected dtype int32, got float32"),
+        (5, lambda t: None, "positions: expected None, as prefix_lens is None, got a tensor"),
+        (14, lambda t: None, "positions: expected a tensor, as prefix_lens is given, got None"),
+        (7, lambda t: t.new_zeros(2, 257), r"tokens: expected \[b, N\] with N of 1 to 256, got 257"),
+        (8, lambda t: t[:, :3], r"parents: expected shape \[2, 5\], got \[2, 3\]"),
+        (
+            10,
+            lambda t: t[:, :, :0],
+            r"ancestors: expected 1 words a row or more \(64 rows each\), got shape \[2, 5, 0\]",
+        ),
+    ],
+)
+def test_errors(position, change, message):
+    changed = arguments("cpu")
+    changed[position] = change(changed[position])
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        torch.ops.sgl_kernel.ddtree_build(*changed)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, *sys.argv[1:]]))
