@@ -1,12 +1,12 @@
 #!/bin/bash
-# Runs every tree-verify kernel once, then again under each of compute-sanitizer's tools. Needs a GPU and the binary
-# that `ninja tree_verify_sanitize` builds:
+# Runs a torch-free program of kernels once, then again under each of compute-sanitizer's tools. Needs a GPU and the
+# program, which `ninja tree_verify_sanitize` or `ninja tree_sanitize` builds:
 #   tests/sanitize.sh BUILD_FOLDER/tree_verify_sanitize [LOG_FOLDER]
 set -uo pipefail
-binary=${1:?"sanitize.sh: expected the path of tree_verify_sanitize"}
+binary=${1:?"sanitize.sh: expected the path of the program"}
 logs=${2:-$(mktemp -d)}
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-[ -x "$binary" ] || { echo "sanitize.sh: no program $binary: build the target tree_verify_sanitize first"; exit 2; }
+[ -x "$binary" ] || { echo "sanitize.sh: no program $binary: build its target first"; exit 2; }
 [ -x "$sanitizer" ] || { echo "sanitize.sh: no compute-sanitizer on PATH or in /usr/local/cuda/bin"; exit 2; }
 
 failed=0

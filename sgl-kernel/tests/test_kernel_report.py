@@ -5,12 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from ci_registration import register_cpu_ci
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 sys.path.insert(0, str(TOOLS))
 
 import kernel_report  # noqa: E402
 from kernel_report import Kernel  # noqa: E402
+
+register_cpu_ci(est_time=5, suite="kernel")
 
 GQA = "gqa_partial_kernel<GqaTraits<__half, false, 128, 16>>"
 
@@ -94,3 +97,7 @@ def test_missing_library(tmp_path):
     )
     assert result.returncode == 1
     assert "none.so: build the CUDA library first" in result.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, *sys.argv[1:]]))

@@ -23,6 +23,9 @@ from tree_verify_cases import (
     star,
 )
 
+register_cpu_ci(est_time=60, suite="kernel")
+register_cuda_ci(est_time=90, suite="gpu")
+
 CUDA = ["cuda"] if torch.cuda.is_available() else []
 on_each_device = pytest.mark.parametrize("device", ["cpu", *CUDA])
 on_cuda = pytest.mark.parametrize(
@@ -739,3 +742,7 @@ def test_import_without_the_library(tmp_path):
     )
     assert result.returncode == 1
     assert "_ddtree_cpu.so is missing: build it with" in result.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, *sys.argv[1:]]))
