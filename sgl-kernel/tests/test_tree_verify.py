@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import sgl_kernel.ddtree.verify
 import torch
+from ci_registration import register_cpu_ci, register_cuda_ci
 from sgl_kernel.ddtree import VerifyWorkspace, verify_workspace
 from tree_verify_cases import (
     FP8,
