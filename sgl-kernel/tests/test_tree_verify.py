@@ -209,6 +209,22 @@ def test_duplicate_siblings_agree(device):
 
 
 @on_each_device
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("mla", [False, True])
+@pytest.mark.parametrize("exponent", [-30, 30])
+def test_range_of_bfloat16(exponent, mla, kv_dtype, device):
+    """q far outside float16's range, with a softmax scale that brings the logits back to order 1."""
+    case = Case(mla=mla, h_q=4, h_kv=1, trees=(star(9),), prefix_lens=(150,), kv_dtype=kv_dtype)
+    reference = make_batch(case)
+    batch = make_batch(case, device)
+    for one in (reference, batch):
+        one.q.mul_(2.0**exponent)
+        one.arguments["sm_scale"] *= 2.0**-exponent
+    batch.run()
+    assert_close(batch, *(expected(reference) if device == "cpu" else reference.run()))
+
+
+@on_each_device
 def test_row_that_sees_nothing(device):
     """No argument makes one, so clear a root's self bit: at prefix length 0 nothing is left."""
     batch = make_batch(Case(trees=(chain(1),), prefix_lens=(0,)), device)

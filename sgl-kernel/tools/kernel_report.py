@@ -107,7 +107,7 @@ def short_name(demangled: str) -> str:
 
 
 def launch_shapes() -> dict[tuple, tuple[int, int]]:
-    """(kernel, fp8, head size, tile height) -> (threads, dynamic shared bytes), from the traits."""
+    """(kernel, type, fp8, head size, tile height) -> (threads, dynamic shared bytes), from the traits."""
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/launch_shapes"
         compiler = os.environ.get("CXX", "c++")
@@ -116,19 +116,19 @@ def launch_shapes() -> dict[tuple, tuple[int, int]]:
         output = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     shapes = {}
     for line in output.splitlines():
-        kind, *numbers = line.split()
+        kind, element, *numbers = line.split()
         fp8, head_size, tile, threads, shared = map(int, numbers)
-        shapes[kind, fp8, head_size, tile] = threads, shared
+        shapes[kind, element, fp8, head_size, tile] = threads, shared
     return shapes
 
 
 def shape_of(name: str, shapes: dict) -> tuple[int, int] | None:
     flag = {"true": 1, "false": 0}
-    if match := re.search(r"GqaTraits<[^,]+, (true|false), (\d+), (\d+)>", name):
-        fp8, head_size, tile = match.groups()
-        return shapes["gqa", flag[fp8], int(head_size), int(tile)]
-    if match := re.search(r"MlaTraits<[^,]+, (true|false)>", name):
-        return shapes["mla", flag[match[1]], 0, 0]
+    if match := re.search(r"GqaTraits<(\w+), (true|false), (\d+), (\d+)>", name):
+        element, fp8, head_size, tile = match.groups()
+        return shapes["gqa", element, flag[fp8], int(head_size), int(tile)]
+    if match := re.search(r"MlaTraits<(\w+), (true|false)>", name):
+        return shapes["mla", match[1], flag[match[2]], 0, 0]
     return None
 
 

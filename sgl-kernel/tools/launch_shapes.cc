@@ -6,33 +6,37 @@
 
 using namespace ddtree;
 
-struct Element {};
+// Names are all that the traits want to know of these.
+struct __half;
+struct __nv_bfloat16;
 
-template <bool kFp8, int kD, int kTileM>
-void print_gqa() {
-  using Traits = GqaTraits<Element, kFp8, kD, kTileM>;
-  std::printf("gqa %d %d %d %d %d\n", kFp8, kD, kTileM, Traits::kThreads, Traits::kSharedBytes);
+template <typename T, bool kFp8, int kD, int kTileM>
+void print_gqa(const char* type) {
+  using Traits = GqaTraits<T, kFp8, kD, kTileM>;
+  std::printf("gqa %s %d %d %d %d %d\n", type, kFp8, kD, kTileM, Traits::kThreads, Traits::kSharedBytes);
 }
 
-template <bool kFp8, int kD>
-void print_gqa_tiles() {
-  print_gqa<kFp8, kD, 16>();
-  print_gqa<kFp8, kD, 64>();
-  if constexpr (kD <= 128) print_gqa<kFp8, kD, 128>();
+template <typename T, bool kFp8, int kD>
+void print_gqa_tiles(const char* type) {
+  print_gqa<T, kFp8, kD, 16>(type);
+  print_gqa<T, kFp8, kD, 64>(type);
+  if constexpr (kD <= 128) print_gqa<T, kFp8, kD, 128>(type);
 }
 
-template <bool kFp8>
-void print_all() {
-  print_gqa_tiles<kFp8, 64>();
-  print_gqa_tiles<kFp8, 96>();
-  print_gqa_tiles<kFp8, 128>();
-  print_gqa_tiles<kFp8, 192>();
-  print_gqa_tiles<kFp8, 256>();
-  using Traits = MlaTraits<Element, kFp8>;
-  std::printf("mla %d 0 0 %d %d\n", kFp8, Traits::kThreads, Traits::kSharedBytes);
+template <typename T, bool kFp8>
+void print_all(const char* type) {
+  print_gqa_tiles<T, kFp8, 64>(type);
+  print_gqa_tiles<T, kFp8, 96>(type);
+  print_gqa_tiles<T, kFp8, 128>(type);
+  print_gqa_tiles<T, kFp8, 192>(type);
+  print_gqa_tiles<T, kFp8, 256>(type);
+  using Traits = MlaTraits<T, kFp8>;
+  std::printf("mla %s %d 0 0 %d %d\n", type, kFp8, Traits::kThreads, Traits::kSharedBytes);
 }
 
 int main() {
-  print_all<false>();
-  print_all<true>();
+  print_all<__half, false>("__half");
+  print_all<__half, true>("__half");
+  print_all<__nv_bfloat16, false>("__nv_bfloat16");
+  print_all<__nv_bfloat16, true>("__nv_bfloat16");
 }
