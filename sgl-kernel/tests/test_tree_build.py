@@ -144,16 +144,21 @@ def test_every_row(rows, depth, width, sharpness, keep_spine, device):
     assert_equal(got, expected(candidates, log_probs, bonus, rows, keep_spine))
 
 
-def test_stated_order():
+@on_each_device
+def test_stated_order(device):
     """Two equal candidates at each of two positions: by score, then depth, then the parent's row, then rank."""
     candidates = torch.tensor([[[10, 11], [20, 21]]])
-    trees = built(candidates, torch.full((1, 2, 2), -1.0), torch.tensor([5]), 8, "cpu")
+    trees = built(candidates, torch.full((1, 2, 2), -1.0), torch.tensor([5]), 8, device)
     assert trees.tokens[0].tolist() == [5, 10, 11, 20, 21, 20, 21, 5]
     assert trees.parents[0].tolist() == [-1, 0, 0, 1, 1, 2, 2, -1]
     assert trees.num_rows.tolist() == [7]
     # A certain second position ties each child with its parent: the shallower node comes first.
     log_probs = torch.tensor([[[-1.0, -1.0], [0.0, -3.0]]])
-    trees = built(candidates, log_probs, torch.tensor([5]), 5, "cpu")
+    trees = built(candidates, log_probs, torch.tensor([5]), 5, device)
+    assert trees.tokens[0].tolist() == [5, 10, 11, 20, 20]
+    # So does one that rounding put above certainty.
+    log_probs[0, 1, 0] = 1e-6
+    trees = built(candidates, log_probs, torch.tensor([5]), 5, device)
     assert trees.tokens[0].tolist() == [5, 10, 11, 20, 20]
 
 
