@@ -64,7 +64,10 @@ def run(args: argparse.Namespace, root: Path) -> int:
             print(upstream.path)
         case "check":
             series.assemble(upstream)
-            return report(series.lint(upstream))
+            wrong = series.lint(upstream)
+            if not wrong:
+                print(f"{len(series.names)} patches on sglang {pins.sglang} keep every rule")
+            return report(wrong)
         case "apply":
             files = series.assemble(upstream)
             if args.dir.exists() and any(args.dir.iterdir()):

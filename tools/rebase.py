@@ -189,7 +189,6 @@ def rebase(
     if not resume:
         onto(space)
     patches = harvest(space, series, new)
-    series.refuse_collisions(new)
     series.save(patches, new)
     write(
         series.root / "upstream.toml",

@@ -29,6 +29,10 @@ class TestSymbols(unittest.TestCase):
             changed(self.SOURCE.encode(), (again + "if os:\n    def h(): pass\n").encode()), set()
         )
 
+    def test_digest_is_the_same_under_every_python(self):
+        digest = symbols("def f(x):\n    return f'{x}' or None\n")["f"].digest
+        self.assertEqual(digest, "229ef73ce7d217a6e818f049e78899cc31c5e45920be27218709b67d9b32575e")
+
     def test_a_change_is_the_innermost_symbols(self):
         for old, new, name in (
             ("return g", "return g()", "A.f"),
