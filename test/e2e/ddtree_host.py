@@ -13,6 +13,7 @@ import torch
 
 VOCABULARY = 16  # small, so that a random drafter's candidates are often right
 MASK_TOKEN = 2
+SYMBOLS = ("<s>", "</s>", "<mask>", *'{}":,[]01ab-c')  # the tokens, by id: enough for a small JSON
 
 
 def write_models(folder: Path, *, seed: int = 0, layers: int = 3) -> tuple[str, str]:
@@ -42,6 +43,7 @@ def write_models(folder: Path, *, seed: int = 0, layers: int = 3) -> tuple[str, 
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.15)
     target.save_pretrained(folder / "target")
+    _tokenizer().save_pretrained(folder / "target")
 
     drafter = folder / "drafter"
     drafter.mkdir()
@@ -84,6 +86,66 @@ def write_models(folder: Path, *, seed: int = 0, layers: int = 3) -> tuple[str, 
     return str(folder / "target"), str(drafter)
 
 
+def write_mla_target(folder: Path, *, seed: int = 3) -> str:
+    """Writes a random DeepSeek-V2 of dense layers, whose attention is MLA of the real latent size (512 + 64).
+
+    The drafter of write_models() fits it.
+    """
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    hidden, heads, nope, rope, value, latent, layers = 128, 2, 64, 64, 64, 512, 3
+    config = dict(
+        architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", hidden_size=hidden, intermediate_size=256,
+        moe_intermediate_size=64, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
+        vocab_size=VOCABULARY, max_position_embeddings=2048, kv_lora_rank=latent, q_lora_rank=None,
+        qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value, first_k_dense_replace=layers,
+        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, topk_group=1, n_group=1, topk_method="greedy",
+        rms_norm_eps=1e-6, rope_theta=10000.0, hidden_act="silu", tie_word_embeddings=False, bos_token_id=0,
+        eos_token_id=1, dtype="bfloat16", attention_bias=False,
+        rope_scaling=dict(type="yarn", rope_type="yarn", factor=2.0, original_max_position_embeddings=1024, beta_fast=32,
+                          beta_slow=1, mscale=1.0, mscale_all_dim=1.0),
+    )  # fmt: skip
+    weights = {"model.norm.weight": torch.ones(hidden)}
+    sizes = {"model.embed_tokens": (VOCABULARY, hidden), "lm_head": (VOCABULARY, hidden)}
+    for i in range(layers):
+        layer = f"model.layers.{i}"
+        sizes |= {
+            f"{layer}.self_attn.q_proj": (heads * (nope + rope), hidden),
+            f"{layer}.self_attn.kv_a_proj_with_mqa": (latent + rope, hidden),
+            f"{layer}.self_attn.kv_b_proj": (heads * (nope + value), latent),
+            f"{layer}.self_attn.o_proj": (hidden, heads * value),
+            f"{layer}.mlp.gate_proj": (256, hidden), f"{layer}.mlp.up_proj": (256, hidden),
+            f"{layer}.mlp.down_proj": (hidden, 256),
+        }  # fmt: skip
+        weights[f"{layer}.self_attn.kv_a_layernorm.weight"] = torch.ones(latent)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{layer}.{name}.weight"] = torch.ones(hidden)
+    for name, size in sizes.items():
+        weights[f"{name}.weight"] = torch.randn(size) * (0.9 if "embed" in name else 0.1)
+    target = folder / "mla"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    save_file({name: weight.bfloat16() for name, weight in weights.items()}, target / "model.safetensors")
+    return str(target)
+
+
+def _tokenizer():
+    """One token a symbol."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    assert len(SYMBOLS) == VOCABULARY
+    tokenizer = Tokenizer(
+        models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token="<mask>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", mask_token="<mask>"
+    )
+
+
 class SchedulerHost:
     """Upstream's Scheduler without its processes and sockets: requests in, finished `Req` objects out.
 
@@ -108,6 +170,15 @@ class SchedulerHost:
         publish(self.args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         self.scheduler = module.Scheduler(self.args, PortArgs.init_new(self.args))
         self.count = 0
+        self.aborted = set()
+        self._created = []
+        create = self.scheduler._create_generation_req
+
+        def remember(*args, **options):
+            self._created.append(create(*args, **options))
+            return self._created[-1]
+
+        self.scheduler._create_generation_req = remember
 
     def submit(self, prompt: list[int], **sampling):
         """Queues a request; returns its Req. `return_logprob` and `top_logprobs_num` are not sampling parameters."""
@@ -118,7 +189,7 @@ class SchedulerHost:
         logprob = {name: sampling.pop(name, default) for name, default in
                    (("return_logprob", False), ("top_logprobs_num", 0))}  # fmt: skip
         params = SamplingParams(**sampling)
-        params.normalize(None)
+        params.normalize(self.scheduler.tokenizer)
         self.scheduler.handle_generate_request(
             TokenizedGenerateReqInput(
                 rid=f"r{self.count}", input_text=None, input_ids=array("q", prompt), input_embeds=None, mm_inputs=None,
@@ -126,28 +197,36 @@ class SchedulerHost:
                 **logprob,
             )
         )  # fmt: skip
-        return self.scheduler.waiting_queue[-1]
-
-    def step(self) -> bool:
-        """One turn of the scheduler's synchronous event loop; False when there was nothing to run."""
-        scheduler = self.scheduler
-        plan = scheduler.get_next_batch_to_run(
-            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-        )
-        scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
-        if batch:
-            with torch.inference_mode():
-                scheduler.process_batch_result(batch, scheduler.run_batch(batch))
-        scheduler.last_batch = batch
-        return bool(batch)
+        return self._created.pop()
 
     def generate(self, prompts: list[list[int]], **sampling) -> list:
-        """Runs requests to their end; returns their Reqs."""
-        requests = [self.submit(prompt, **sampling) for prompt in prompts]
-        for _ in range(10000):
-            if not self.step() and all(request.finished() for request in requests):
-                return requests
-        raise AssertionError("the requests did not finish")
+        """Runs requests to their end in upstream's own event loop; returns their Reqs."""
+        return self.finish([self.submit(prompt, **sampling) for prompt in prompts])
+
+    def abort(self, request) -> None:
+        """As a client that hangs up."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.aborted.add(request.rid)  # it need not get a finish reason: it may never have run
+        self.scheduler.abort_request(AbortReq(rid=request.rid))
+
+    def finish(self, requests: list, each_turn=lambda: True) -> list:
+        """Runs the event loop until these requests are finished, each_turn(), called at every turn and free to submit
+        more into `requests` and to abort, says True, and nothing is in flight.
+        """
+        scheduler = self.scheduler
+
+        def ingest_requests():
+            # An idle turn after the last result: the loop then has checked its memory.
+            complete = each_turn()
+            idle = scheduler.last_batch is None
+            ended = all(r.finished() or r.rid in self.aborted for r in requests)
+            scheduler.gracefully_exit = complete and idle and ended
+
+        scheduler.ingest_requests = ingest_requests
+        scheduler.gracefully_exit = False
+        scheduler.run_event_loop()
+        return requests
 
     def free_slots(self) -> int:
         """Slots of the KV pool that no request holds: free ones and those that the radix cache may give up."""
@@ -155,40 +234,60 @@ class SchedulerHost:
         return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
 
 
-def in_child(arguments: dict, job, *args):
-    """Starts a SchedulerHost in a forked child and returns job(host, *args); the result must pickle.
+class Child:
+    """A SchedulerHost in a process of its own, running job(host, *args); the result must pickle. A job with a method
+    `before` has it called before the host is made.
 
-    Forked, so that the imports of SGLang (twenty seconds) are paid once by the test's process.
-
-    Raises:
-        RuntimeError: the child failed; the text is its traceback.
+    On a CPU it is forked, so that the imports of SGLang (twenty seconds) are paid once, by the test's process. CUDA
+    does not survive a fork: there each child imports for itself, and children can run at the same time.
     """
-    import multiprocessing
-    import traceback
 
-    import sglang.srt.managers.scheduler  # noqa: F401  imported before the fork
-    import sglang.srt.models.registry  # noqa: F401
-    import sglang.srt.speculative.dflash_worker_v2  # noqa: F401
+    def __init__(self, arguments: dict, job, *args):
+        import multiprocessing
 
-    torch.set_num_threads(1)  # a forked child must not inherit a thread pool
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
+        forked = arguments.get("device", "cpu") == "cpu"
+        if forked:
+            import sglang.srt.managers.scheduler  # noqa: F401  imported before the fork
+            import sglang.srt.models.registry  # noqa: F401
+            import sglang.srt.speculative.dflash_worker_v2  # noqa: F401
 
-    def child():
-        try:
-            theirs.send((True, job(SchedulerHost(**arguments), *args)))
-        except BaseException:
-            theirs.send((False, traceback.format_exc()))
+            torch.set_num_threads(1)  # a forked child must not inherit a thread pool
+        context = multiprocessing.get_context("fork" if forked else "spawn")
+        self._pipe, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run_child, args=(theirs, arguments, job, args))
+        self._process.start()
         theirs.close()
 
-    process = context.Process(target=child)
-    process.start()
-    theirs.close()
+    def result(self):
+        """Waits for the job.
+
+        Raises:
+            RuntimeError: the child failed; the text is its traceback.
+        """
+        try:
+            done, result = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            done, result = False, f"the child died with exit code {self._process.exitcode}"
+        self._process.join()
+        if not done:
+            raise RuntimeError(result)
+        return result
+
+
+def _run_child(pipe, arguments, job, args) -> None:
+    import os
+    import traceback
+
     try:
-        done, result = ours.recv()
-    except EOFError:
-        done, result = False, f"the child died with exit code {process.exitcode}"
-    process.join()
-    if not done:
-        raise RuntimeError(result)
-    return result
+        getattr(job, "before", lambda: None)()
+        pipe.send((True, job(SchedulerHost(**arguments), *args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    pipe.close()
+    os._exit(0)  # threads of the scheduler that wait for requests would keep the process
+
+
+def in_child(arguments: dict, job, *args):
+    """The result of a Child."""
+    return Child(arguments, job, *args).result()

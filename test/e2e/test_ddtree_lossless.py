@@ -5,7 +5,7 @@ import unittest
 from pathlib import Path
 
 import torch
-from ddtree_host import VOCABULARY, in_child, write_models
+from ddtree_host import SYMBOLS, VOCABULARY, in_child, write_models
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -111,6 +111,20 @@ def logprobs(host):
     ]
 
 
+REGEX = r'\{"[ab]+":[01]+(,"[abc]+":\[[01]*\])*\}'
+
+
+def constrained(host):
+    """Text of each answer, every second one under a grammar."""
+    requests = [
+        host.submit(
+            prompt, temperature=0, max_new_tokens=40, **({"regex": REGEX} if i % 2 else {"ignore_eos": True})
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    return ["".join(SYMBOLS[t] for t in request.output_ids[:40]) for request in host.finish(requests)]
+
+
 def stopped(host):
     requests = host.generate(PROMPTS, temperature=0, max_new_tokens=48, stop_token_ids=[3, 9])
     return [list(request.output_ids_through_stop) for request in requests]
@@ -131,6 +145,15 @@ class TestFeatures(DDTreeCase):
     def test_stop_tokens(self):
         plain, tree = self.both(stopped)
         self.assertEqual(tree, plain)
+
+    def test_grammar(self):
+        """In one batch with requests that have none."""
+        arguments = {"skip_tokenizer_init": False, "grammar_backend": "xgrammar"}
+        plain = in_child(self.plain | arguments, constrained)
+        self.assertEqual(in_child(self.tree | self.arguments | arguments, constrained), plain)
+        for i, text in enumerate(plain):
+            if i % 2 and text.endswith("</s>"):
+                self.assertRegex(text.removesuffix("</s>"), f"^{REGEX}$")
 
     def test_logprobs(self):
         plain, tree = self.both(logprobs)

@@ -70,6 +70,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         return get_spec().speculative_dflash_block_size if is_draft_worker else num_draft_tokens
 
     def handle_server_args(self, server_args) -> None:
+        choose_base_backend(server_args)
         refuse_server_args(server_args)
         resolve_widths(server_args)
         if server_args.device == "cpu":
@@ -80,6 +81,14 @@ class DDTreeAlgorithm(CustomSpecAlgo):
             server_args.speculative_draft_attention_backend = "triton"
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+
+
+def choose_base_backend(args) -> None:
+    """Takes a base that tree verify can be laid over, where the user named none; upstream has chosen before us."""
+    asked = args._raw_input
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    if all(asked.get(name) is None for name in names):
+        args.attention_backend = BASE_BACKENDS.get(args.device.split(":")[0], (None,))[0]
 
 
 def refuse_server_args(args) -> None:

@@ -17,9 +17,10 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
-from sglang.srt.runtime_context import get_exec, get_spec
+from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_serving, get_spec
 from sglang.srt.speculative.ddtree.build import TreeBuilder
 from sglang.srt.speculative.ddtree.info import DDTreeVerifyInput
+from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader
 from sglang.srt.speculative.ddtree.verify import constrain, kv_buffers, target_tokens
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
@@ -107,6 +108,18 @@ class DDTreeWorker(DFlashWorkerV2):
             device=self.device,
         )
 
+        self.metrics = DDTreeMetrics(
+            rows=self.tree_rows,
+            depth=self.block_size,
+            labels={"model_name": get_serving().served_model_name},
+            enabled=get_observability().enable_metrics and get_parallel().tp_rank == 0,
+        )
+        table = self.model_runner.attn_backend.tree_difference
+        self.difference = None if table is None else DifferenceReader(table)
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req, batch_size=None):
+        self.metrics.count(num_correct_drafts_per_req)
+
     def _maybe_build_draft_sampler(self):
         return self.builder
 
@@ -177,6 +190,11 @@ class DDTreeWorker(DFlashWorkerV2):
             )
         self._commit(output.logits_output.hidden_states, accepted, window[:, :depth], slots, plan)
         output.logits_output.hidden_states = None  # nothing on the host reads them
+
+        if self.difference is not None:
+            found = self.difference.step({request.kv.req_pool_idx: request.rid for request in batch.reqs})
+            if found is not None:
+                self.metrics.show_difference(found)
 
         return GenerationBatchResult(
             logits_output=output.logits_output,

@@ -1,0 +1,88 @@
+"""Mixed load on DDTREE: nothing crashes, no KV slot leaks, and every greedy answer is right."""
+
+import random
+import tempfile
+import unittest
+from pathlib import Path
+
+from ddtree_host import in_child, write_models
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+register_cpu_ci(est_time=90, suite="e2e")
+
+REQUESTS = 120
+REGEX = r"\[[01](,[01])*\]"
+
+
+def schedule(seed: int) -> list[dict]:
+    """Requests of every kind: turn of arrival, prompt, options, and the turn of an abort or None."""
+    draw = random.Random(seed)
+    planned = []
+    for _ in range(REQUESTS):
+        options = {"max_new_tokens": draw.choice([1, 2, 7, 30, 60]), "temperature": draw.choice([0, 0, 1.0])}
+        kind = draw.random()
+        if kind < 0.2:
+            options["regex"] = REGEX
+        elif kind < 0.4:
+            options["stop_token_ids"] = [draw.randrange(3, 16)]
+        else:
+            options["ignore_eos"] = True
+        if options["temperature"]:
+            options |= {"top_p": draw.choice([1.0, 0.8]), "min_p": draw.choice([0.0, 0.1])}
+        arrival = draw.randrange(1, 150)
+        planned.append(
+            dict(
+                arrival=arrival,
+                prompt=[draw.randrange(3, 16) for _ in range(draw.choice([1, 9, 40, 200]))],
+                options=options,
+                abort=arrival + draw.randrange(1, 20) if draw.random() < 0.15 else None,
+            )
+        )
+    return planned
+
+
+def serve(host, planned):
+    """Output tokens of each greedy request that was not aborted, by its place in the plan; free slots before, after."""
+    free, turn, requests = host.free_slots(), 0, []
+    running = {}
+
+    def each_turn():
+        nonlocal turn
+        turn += 1
+        for place, plan in enumerate(planned):
+            if plan["arrival"] == turn:
+                running[place] = host.submit(plan["prompt"], **plan["options"])
+                requests.append(running[place])
+            if plan["abort"] == turn and place in running:
+                host.abort(running[place])
+        return len(running) == len(planned)
+
+    host.finish(requests, each_turn)
+    outputs = {
+        place: list(request.output_ids_through_stop)
+        for place, request in running.items()
+        if planned[place]["abort"] is None and planned[place]["options"]["temperature"] == 0
+    }
+    return outputs, (free, host.free_slots())
+
+
+class TestLoad(CustomTestCase):
+    def test_mixed_load(self):
+        with tempfile.TemporaryDirectory() as folder:
+            target, drafter = write_models(Path(folder))
+            plain = {"model_path": target, "skip_tokenizer_init": False, "grammar_backend": "xgrammar",
+                     "max_total_tokens": 2500}  # fmt: skip
+            tree = plain | {"speculative_algorithm": "DDTREE", "speculative_draft_model_path": drafter}
+            planned = schedule(5)
+            expected, _ = in_child(plain, serve, planned)
+            self.assertGreater(len(expected), REQUESTS // 3)
+            for arguments in ({}, {"page_size": 16, "chunked_prefill_size": 32, "enable_mixed_chunk": True}):
+                with self.subTest(arguments):
+                    outputs, (before, after) = in_child(tree | arguments, serve, planned)
+                    self.assertEqual(outputs, expected)
+                    self.assertEqual(before, after, "KV slots leaked")
+
+
+if __name__ == "__main__":
+    unittest.main()

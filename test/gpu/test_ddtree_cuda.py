@@ -1,0 +1,187 @@
+"""DDTREE on a CUDA device: graphs and overlap scheduling on, in every verify mode, against plain decoding."""
+
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.test_utils import CustomTestCase
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
+from ddtree_host import Child, write_mla_target, write_models  # noqa: E402
+
+register_cuda_ci(est_time=120, suite="gpu")
+
+PROMPTS = [
+    [3 + (7 * i + 5 * j * j) % 13 for j in range(length)]
+    for i, length in enumerate((1, 5, 35, 65, 95, 17, 300))
+]
+TOKENS = 64
+ERROR = 1.0  # added to the output of one layer by a kernel that is wrong on purpose
+
+
+def greedy(host):
+    """Output tokens, accepted drafts, slots free before and after, and what a validating verify found."""
+    free = host.free_slots()
+    requests = host.generate(PROMPTS, temperature=0, max_new_tokens=TOKENS, ignore_eos=True)
+    host.generate(PROMPTS[:3], temperature=1.0, top_p=0.9, min_p=0.05, max_new_tokens=16, ignore_eos=True)
+    found = None
+    worker = host.scheduler.draft_worker
+    if worker is not None and getattr(worker, "difference", None) is not None:
+        worst = worker.difference.read()
+        found = worst.value, worst.layer, worst.request
+    return (
+        [list(request.output_ids)[:TOKENS] for request in requests],
+        sum(request.spec_num_correct_drafts for request in requests),
+        (free, host.free_slots()),
+        found,
+    )
+
+
+def without_waiting(host):
+    """greedy(), where between draft and commit nothing may wait for the device."""
+    worker = host.scheduler.draft_worker
+    decode = worker._decode
+    steps = 0
+
+    def guarded(*args):
+        nonlocal steps
+        steps += 1
+        if steps < 4:  # the first steps compile Triton kernels
+            return decode(*args)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return decode(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    worker._decode = guarded
+    result = greedy(host)
+    assert steps > 10, steps
+    return result
+
+
+class _WrongKernel:
+    """A job that runs greedy() on a host whose tree kernel errs in the last layer; installed before the host starts."""
+
+    def __call__(self, host):
+        return greedy(host)
+
+    def before(self):
+        from sglang.srt.layers.attention import ddtree_backend
+
+        right = ddtree_backend.verify_gqa
+        calls = 0
+
+        def wrong(*args, **options):
+            nonlocal calls
+            calls += 1
+            out = right(*args, **options)
+            return out.add_(ERROR) if calls % 3 == 0 else out  # the target has three layers
+
+        ddtree_backend.verify_gqa = wrong
+
+
+class TestDDTreeCuda(CustomTestCase):
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        target, drafter = write_models(Path(folder.name))
+        plain = dict(
+            model_path=target, device="cuda", dtype="bfloat16", attention_backend="triton", mem_fraction_static=0.8,
+            max_total_tokens=16384, cuda_graph_max_bs_decode=8, cuda_graph_backend_prefill="disabled",
+        )  # fmt: skip
+        tree = plain | dict(speculative_algorithm="DDTREE", speculative_draft_model_path=drafter)
+        mla = dict(model_path=write_mla_target(Path(folder.name)))
+        fp8 = dict(kv_cache_dtype="fp8_e4m3")
+        cls.children = {
+            "plain": Child(plain, greedy),
+            "native": Child(tree | dict(speculative_num_draft_tokens=32), without_waiting),
+            "validate": Child(
+                tree | dict(speculative_num_draft_tokens=32, speculative_ddtree_verify="validate"), greedy
+            ),
+            "wrong": Child(
+                tree | dict(speculative_num_draft_tokens=32, speculative_ddtree_verify="validate"),
+                _WrongKernel(),
+            ),
+            "triton, page 64": Child(
+                tree
+                | dict(speculative_num_draft_tokens=70, page_size=64, speculative_ddtree_verify="triton"),
+                greedy,
+            ),
+            "native, page 16, no overlap": Child(
+                tree
+                | dict(
+                    speculative_num_draft_tokens=130,
+                    speculative_eagle_topk=12,
+                    page_size=16,
+                    disable_overlap_schedule=True,
+                ),  # fmt: skip
+                greedy,
+            ),
+            "mla plain": Child(plain | mla, greedy),
+            "mla": Child(tree | mla | dict(speculative_num_draft_tokens=32), greedy),
+            "fp8 plain": Child(plain | fp8, greedy),
+            "fp8": Child(tree | fp8 | dict(speculative_num_draft_tokens=32), greedy),
+            "chain, no graph": Child(tree | dict(speculative_eagle_topk=1, disable_cuda_graph=True), greedy),
+        }
+        cls.results = {}
+        for name, child in cls.children.items():
+            try:
+                cls.results[name] = child.result()
+            except RuntimeError as error:
+                cls.results[name] = error
+
+    def result(self, name):
+        result = self.results[name]
+        if isinstance(result, RuntimeError):
+            self.fail(f"{name}: {result}")
+        return result
+
+    def agree(self, name, least_accepted, plain="plain"):
+        """The same tokens, but for near-ties of bfloat16, of which a request may meet one in its life."""
+        outputs, accepted, (before, after), _ = self.result(name)
+        expected = self.result(plain)[0]
+        same = sum(a == b for a, b in zip(outputs, expected))
+        self.assertGreaterEqual(same, len(PROMPTS) - 2, f"{name}: {outputs} instead of {expected}")
+        self.assertEqual(before, after, "KV slots leaked")
+        self.assertGreaterEqual(accepted, least_accepted)
+
+    def test_native_never_waits_between_draft_and_commit(self):
+        self.agree("native", 50)
+
+    def test_triton(self):
+        self.agree("triton, page 64", 50)
+
+    def test_mla(self):
+        self.agree("mla", 30, plain="mla plain")
+
+    def test_fp8_kv(self):
+        self.agree("fp8", 30, plain="fp8 plain")
+
+    def test_no_overlap(self):
+        self.agree("native, page 16, no overlap", 50)
+
+    def test_chain_without_graphs(self):
+        self.agree("chain, no graph", 5)
+
+    def test_validate(self):
+        self.agree("validate", 50)
+        value, _, _ = self.result("validate")[3]
+        self.assertGreater(value, 0.0, "two kernels agree to the last bit: did both run?")
+        self.assertLess(value, 0.05)  # bfloat16 outputs below 4 in size
+
+    def test_a_wrong_kernel_is_reported_from_replays(self):
+        """Graphs on: after capture no Python of ours runs in a layer, and still the error is found, and where."""
+        self.agree("wrong", 50)  # the base backend's result is served
+        value, layer, request = self.result("wrong")[3]
+        self.assertAlmostEqual(value, ERROR, delta=0.1)
+        self.assertEqual(layer, 2)
+        self.assertRegex(request, "^r[0-9]+$")
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
