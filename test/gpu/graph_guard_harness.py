@@ -75,7 +75,8 @@ class SimpleKey:
 
 def pool_bytes(graphs):
     """Bytes that the pool of a backend has reserved."""
-    return sum(s["total_size"] for s in torch.cuda.memory_snapshot(graphs._pool, include_traces=False))
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(graphs._pool))
 
 
 class Overlap:

@@ -105,6 +105,16 @@ class RecorderTest(unittest.TestCase):
             torch.empty_like(x)
         self.assertEqual(self.report.engine.operations, 0)
 
+    def test_an_operand_that_only_gives_its_shape_is_not_read(self):
+        x = torch.ones(4)
+        with self.recorder:
+            x.add_(1)
+            self.recorder.on = 2
+            torch.zeros_like(x)
+            self.assertEqual(self.report.races, [])
+            x.clone()
+        self.assertEqual(len(self.report.races), 1)
+
     def test_opaque_launch_writes_what_nothing_wrote_yet(self):
         source, result = torch.ones(4), torch.zeros(4)
         self.recorder.on_alloc(result.data_ptr())

@@ -11,6 +11,7 @@ from sglang.srt.model_executor.graph_guard.stream_order import (
     CudaStreams,
     HostReadInCaptureError,
     StreamSafeCapture,
+    keep_expert_inputs,
     order_after_break,
     order_after_reads,
     order_dropped_join,
@@ -81,7 +82,7 @@ class StreamSafeCaptureTest(unittest.TestCase):
             dead = torch.zeros(1 << 12)
             dead_address = dead.data_ptr()
             del dead
-            self.assertEqual(self.streams_of(x), {"main"})
+            self.assertEqual(self.streams_of(x), set())  # one stream needs no record
             self.join("side")
             self.assertEqual(capture.streams, ("main", "side"))
         self.assertEqual(self.streams_of(x), {"main", "side"})
@@ -111,7 +112,7 @@ class StreamSafeCaptureTest(unittest.TestCase):
             self.device.in_capture = {"main"}
             y = torch.ones(4)
             self.assertEqual(capture.streams, ("main",))
-        self.assertEqual(self.streams_of(y), {"main"})
+        self.assertEqual(self.streams_of(y), set())
 
     def test_eager_work_in_a_break_is_left_alone(self):
         with self.capture():
@@ -214,6 +215,23 @@ class BreakTest(unittest.TestCase):
         order_after_reads(self.stream, "main")
         self.assertEqual(self.log, ["wait main"])
         order_dropped_join(None, "side")  # a wait outside any breakable capture
+
+
+class ExpertInputTest(unittest.TestCase):
+    def model(self, alt_stream):
+        layer = torch.nn.Module()
+        layer.experts = torch.nn.Module()
+        layer.experts.moe_runner_config = types.SimpleNamespace(inplace=True)
+        layer.alt_stream = alt_stream
+        return torch.nn.Sequential(layer, torch.nn.Linear(1, 1))
+
+    def test_only_where_a_second_stream_may_read(self):
+        for alt_stream, changed in ((None, 0), ("alt", 1)):
+            model = self.model(alt_stream)
+            self.assertEqual(keep_expert_inputs(model), changed)
+            self.assertEqual(model[0].experts.moe_runner_config.inplace, not changed)
+            self.assertEqual(keep_expert_inputs(model), 0)
+        self.assertEqual(keep_expert_inputs(None), 0)
 
 
 class FlashInferTest(unittest.TestCase):

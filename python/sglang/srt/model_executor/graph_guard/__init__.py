@@ -55,6 +55,7 @@ def guard_capture(forward: Callable[[], Any], backend: Any, shape_key: Any) -> C
     if enabled():
         stream_order.enable_record_stream_reuse()
         stream_order.separate_flashinfer_workspaces()
+        stream_order.keep_expert_inputs(_model_of(backend))
 
     def guarded() -> Any:
         capturing = torch.cuda.is_current_stream_capturing()
@@ -120,8 +121,12 @@ def _race_detector(path: str, backend: Any, shape_key: Any) -> Callable:
     return instrument
 
 
-def _runner_of(backend: Any):
+def _runner_of(backend: Any) -> Any:
     return getattr(backend, "_cuda_graph_runner", backend)
+
+
+def _model_of(backend: Any) -> torch.nn.Module | None:
+    return getattr(getattr(_runner_of(backend), "model_runner", None), "model", None)
 
 
 def _differential(pattern: str, backend: Any, shape_key: Any) -> Callable:
@@ -129,8 +134,7 @@ def _differential(pattern: str, backend: Any, shape_key: Any) -> Callable:
 
     probe = vars(backend).get("_graph_diff")
     if probe is None:
-        model_runner = getattr(_runner_of(backend), "model_runner", None)
-        probe = backend._graph_diff = GraphDiff(pattern, getattr(model_runner, "model", None))
+        probe = backend._graph_diff = GraphDiff(pattern, _model_of(backend))
         replay = backend.replay
 
         def replay_then_check(key, forward_batch, **kwargs):

@@ -36,6 +36,11 @@ from torch.utils._pytree import tree_iter
 logger = logging.getLogger(__name__)
 
 _FRAMES = 16  # of a stack
+# Their operands only give shape and dtype.
+_NO_READS = frozenset(
+    "aten::" + name
+    for name in "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full".split()
+)
 _UNSEEN = 512  # bytes, the allocator's smallest block: the size of an allocation until a tensor shows it
 _NO_LAUNCH = frozenset(
     "aten::" + name
@@ -331,7 +336,8 @@ class Recorder(TorchDispatchMode):
             self.engine.resize(_base(tensor), tensor.untyped_storage().nbytes())
         if launches:
             reads, writes = [], list(results)
-            for key, value in (*enumerate(args), *kwargs.items()):
+            operands = () if func._schema.name in _NO_READS else (*enumerate(args), *kwargs.items())
+            for key, value in operands:
                 tensors = [t for t in tree_iter(value) if self._is_operand(t)]
                 (writes if key in written else reads).extend(tensors)
             self.launch(str(func), reads, writes)

@@ -22,9 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 logger = logging.getLogger(__name__)
 
@@ -106,15 +104,21 @@ def caller_site(skip: tuple[str, ...] = ()) -> str:
     return ""
 
 
+@functools.cache
+def _plan_of(func) -> tuple[bool, str | None, bool]:
+    """(whether ``func`` only makes views, what it reads on the host, whether that depends on its arguments)."""
+    name = func._schema.name
+    return func.is_view, _HOST_READS.get(name), name == "aten::_to_copy"
+
+
 def refuse_host_read(func, args: tuple, kwargs: dict, device: CudaStreams) -> None:
     """Raise when ``func`` would make the host wait for a CUDA tensor's value.
 
     Raises:
         HostReadInCaptureError: naming the function that asked, in place of cudaErrorStreamCaptureInvalidated.
     """
-    name = func._schema.name
-    what = _HOST_READS.get(name)
-    if what is None and name == "aten::_to_copy" and not kwargs.get("non_blocking"):
+    _, what, copies = _plan_of(func)
+    if copies and not kwargs.get("non_blocking"):
         target = kwargs.get("device")
         if target is not None and torch.device(target).type == "cpu":
             what = "a CUDA tensor (a blocking copy to the CPU)"
@@ -141,7 +145,7 @@ class StreamSafeCapture(TorchDispatchMode):
 
     def __init__(
         self,
-        segment: Callable[[], int] = lambda: 0,
+        segment: Callable[[], int] | None = None,
         on_open_fork: Callable[[torch.cuda.Stream], None] | None = None,
         device: CudaStreams | None = None,
     ) -> None:
@@ -150,7 +154,7 @@ class StreamSafeCapture(TorchDispatchMode):
         self._on_open_fork = on_open_fork
         self._device = device or CudaStreams()
         self._streams: list[torch.cuda.Stream] = []
-        self._live: dict[int, StorageWeakRef] = {}
+        self._live: set[int] = set()  # storages, each held by a weak reference so that its key stays its own
         self._open_forks: dict[torch.cuda.Stream, None] = {}
         self._thread = threading.get_ident()
         self._patches = None
@@ -158,7 +162,7 @@ class StreamSafeCapture(TorchDispatchMode):
     def __enter__(self) -> StreamSafeCapture:
         self._main = self._device.current()
         self._streams = [self._main]
-        self._entered = self._segment()
+        self._entered = self._segment() if self._segment else 0
         self._patches = observe_events(self._after_record, self._after_wait)
         self._patches.__enter__()
         return super().__enter__()
@@ -169,19 +173,30 @@ class StreamSafeCapture(TorchDispatchMode):
         finally:
             self._patches.__exit__(None, None, None)
             self._close_break()
-            self._live.clear()
+            self._forget_storages()
 
+    # This runs for every operation of a capture; what it costs is the guard's whole cost.
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not self._device.capturing():
+        device = self._device
+        if not device.capturing():
             return func(*args, **kwargs)
-        refuse_host_read(func, args, kwargs, self._device)
-        self._follow_segment()
+        view, host_read, copies = _plan_of(func)
+        if view:
+            return func(*args, **kwargs)
+        if host_read or copies:
+            refuse_host_read(func, args, kwargs, device)
+        if self._segment is not None:
+            self._follow_segment()
         out = func(*args, **kwargs)
         # Operands too: what a compiled region allocated is first seen as the operand of the next operation.
-        for leaf in tree_iter((out, args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and self._device.owns(leaf):
-                self._track(leaf)
+        self._track_all(args)
+        if kwargs:
+            self._track_all(kwargs.values())
+        if isinstance(out, torch.Tensor):
+            self._track(out)
+        elif isinstance(out, list | tuple):
+            self._track_all(out)
         return out
 
     @property
@@ -189,27 +204,45 @@ class StreamSafeCapture(TorchDispatchMode):
         """Streams of the open segment, the capture's own first."""
         return tuple(self._streams)
 
+    def _track_all(self, values) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self._track(value)
+            elif isinstance(value, list | tuple):
+                self._track_all(value)
+
     def _track(self, tensor: torch.Tensor) -> None:
+        if not self._device.owns(tensor):
+            return
         storage = tensor.untyped_storage()
         if storage._cdata in self._live or storage.nbytes() == 0:
             return
-        # The weak reference keeps the key from being given to another storage.
-        self._live[storage._cdata] = StorageWeakRef(storage)
-        for stream in self._streams:
-            self._device.record(tensor, stream)
+        self._live.add(storage._weak_ref())
+        if len(self._streams) > 1:
+            for stream in self._streams:
+                self._device.record(tensor, stream)
 
     def _join(self, stream: torch.cuda.Stream) -> None:
+        """Record all storages alive on ``stream`` and, when it is the first to join, on the capture's own."""
+        joined = [*self._streams, stream] if len(self._streams) == 1 else [stream]
         self._streams.append(stream)
-        for key, reference in list(self._live.items()):
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        for key in list(self._live):
+            storage = torch.UntypedStorage._new_with_weak_ptr(key)
             if storage is None:
-                del self._live[key]
+                self._live.discard(key)
+                torch.UntypedStorage._free_weak_ref(key)
                 continue
             handle = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self._device.record(handle, stream)
+            for s in joined:
+                self._device.record(handle, s)
+
+    def _forget_storages(self) -> None:
+        for key in self._live:
+            torch.UntypedStorage._free_weak_ref(key)
+        self._live.clear()
 
     def _follow_segment(self) -> None:
-        if (segment := self._segment()) != self._entered:
+        if self._segment is not None and (segment := self._segment()) != self._entered:
             self._entered = segment
             self._streams = [self._main]
             self._close_break()
@@ -318,6 +351,30 @@ def order_dropped_join(capture, stream: torch.cuda.Stream) -> None:
     """
     if capture is not None and enabled():
         order_after_break(capture.cuda_graph, stream)
+
+
+def keep_expert_inputs(model: torch.nn.Module | None) -> int:
+    """Let routed experts write to memory of their own where a shared expert may read their input on another stream.
+
+    DeepSeek's dual-stream MoE forks before the routed experts and issues the shared expert after them, both on the
+    same hidden states, while the routed experts' Triton path writes its result over them.
+
+    Returns:
+        How many layers were changed.
+    Source:
+        sglang.srt.models.deepseek_v2.DeepseekV2MoE.forward_normal_dual_stream, 0.5.23.
+    """
+    changed = 0
+    for module in model.modules() if model is not None else ():
+        config = getattr(getattr(module, "experts", None), "moe_runner_config", None)
+        if getattr(module, "alt_stream", None) is not None and config is not None and config.inplace:
+            config.inplace = False
+            changed += 1
+    if changed:
+        logger.info(
+            "Graph guard: routed experts of %d layers no longer overwrite what another stream reads.", changed
+        )
+    return changed
 
 
 def order_after_reads(allocating: torch.cuda.Stream, reading: torch.cuda.Stream) -> None:
