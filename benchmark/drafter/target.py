@@ -38,6 +38,7 @@ class Target:
 
     def __init__(self, folder: Path, device: str, dtype: torch.dtype):
         content = json.loads((folder / "config.json").read_text())
+        content |= content.get("rope_parameters") or {}  # transformers 5 nests rope_theta
         self.config = TargetConfig(**{name: content[name] for name in TargetConfig.__dataclass_fields__})
         weights = load_file(folder / "model.safetensors")
         self.weights = {n.removeprefix("model."): w.to(device, dtype) for n, w in weights.items()}

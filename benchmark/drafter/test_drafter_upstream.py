@@ -1,0 +1,106 @@
+"""A drafter that we save is, to upstream's DFlashDraftModel, the same function: same weights, same maths, same logits."""
+
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+from sglang.srt.utils.hf_transformers_utils import get_config
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.layer_ut_utils import init_single_process_dist
+from sglang.test.test_utils import CustomTestCase
+
+from benchmark.drafter.model import Drafter, DrafterConfig
+
+register_cpu_ci(est_time=25, suite="unit")
+
+SMALL = DrafterConfig(
+    hidden_size=64,
+    vocab_size=97,
+    num_target_layers=6,
+    max_position_embeddings=128,
+    num_hidden_layers=2,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    block_size=5,
+    mask_token_id=3,
+    target_layer_ids=(1, 3, 4),
+)
+
+
+class DenseAttention(torch.nn.Module):
+    """Stands in for RadixAttention: the block attends to the context's keys and values and to itself, both ways."""
+
+    def __init__(self, radix, context_k, context_v):
+        super().__init__()
+        self.radix, self.k, self.v = radix, context_k, context_v
+
+    def forward(self, q, k, v, forward_batch):
+        heads = lambda x, n: x.view(x.shape[0], n, -1).transpose(0, 1)[None]  # noqa: E731
+        k = heads(torch.cat((self.k, k)), self.radix.tp_k_head_num)
+        v = heads(torch.cat((self.v, v)), self.radix.tp_v_head_num)
+        q = heads(q, self.radix.tp_q_head_num)
+        out = F.scaled_dot_product_attention(q, k, v, scale=self.radix.scaling, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+
+class TestUpstreamReadsOurDrafter(CustomTestCase):
+    @classmethod
+    def setUpClass(cls):
+        init_single_process_dist()
+
+    @classmethod
+    def tearDownClass(cls):
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+    def test_same_logits(self):
+        from sglang.srt.models.dflash import DFlashDraftModel
+        from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+        torch.manual_seed(1)
+        ours = Drafter(SMALL)
+        for weight in ours.parameters():
+            torch.nn.init.normal_(
+                weight, mean=float(weight.ndim == 1), std=0.2
+            )  # norm weights other than one
+        with tempfile.TemporaryDirectory() as folder:
+            ours.save(Path(folder), torch.float32)
+            again = Drafter.load(Path(folder))
+            config = get_config(folder, trust_remote_code=False)
+        parsed = parse_dflash_draft_config(draft_hf_config=config)
+        self.assertEqual(parsed.block_size, SMALL.block_size)
+        self.assertEqual(parsed.mask_token_id, SMALL.mask_token_id)
+        self.assertEqual(tuple(parsed.target_layer_ids), SMALL.target_layer_ids)
+
+        theirs = DFlashDraftModel(config)
+        before = {name: w.clone() for name, w in theirs.named_parameters()}
+        theirs.load_weights(again.state_dict().items())
+        self.assertEqual([n for n, w in theirs.named_parameters() if torch.equal(w, before[n])], [])
+
+        context, block = 9, SMALL.block_size
+        features = torch.randn(context, 3 * SMALL.hidden_size)
+        embeds = torch.randn(block, SMALL.hidden_size)
+        at_context, at_block = torch.arange(context), torch.arange(context, context + block)
+        with torch.no_grad():
+            expected = ours(embeds[None], features[None], at_block[None], at_context, None)[0]
+            hidden = theirs.project_target_hidden(features)
+            for layer in theirs.layers:
+                attention = layer.self_attn
+                k, v = attention.kv_proj_only(theirs.prepare_context_hidden_for_kv(layer, hidden))
+                k = attention.apply_k_rope(at_context, attention.apply_k_norm(k))
+                attention.attn = DenseAttention(attention.attn, k, v)
+            actual = theirs(
+                torch.zeros(block, dtype=torch.int64), at_block, None, input_embeds=embeds
+            ).hidden_states
+        head = torch.randn(SMALL.vocab_size, SMALL.hidden_size)
+        # float32 on both sides, two layers, sums of at most 192 terms: observed differences are near 1e-6.
+        torch.testing.assert_close(actual @ head.T, expected @ head.T, rtol=1e-4, atol=1e-4)
+
+
+if __name__ == "__main__":
+    unittest.main()
