@@ -6,6 +6,10 @@
 // node, so every lane knows the new row; the lanes at home for its parent and for itself replace their keys. Its cost
 // depends on N alone, not on L, K or the shape of the tree.
 //
+// One warp has nothing to hide latency behind, so an iteration is one chain of dependent instructions without a branch:
+// the table of log-probabilities has a border of -inf (a candidate after the last, a position after the last), and only
+// the keys that rows have reached are compared.
+//
 // Synchronization: scores and nodes in shared memory are written by lane 0 and read by the warp after __syncwarp();
 // the rest of the block waits at __syncthreads().
 #include "tree/launch.h"
@@ -19,7 +23,7 @@ constexpr int kLanes = 32;
 constexpr unsigned kWarp = 0xffffffff;
 
 struct BuildShared {
-  float log_probs[kMaxDepth * kMaxCandidates];
+  float log_probs[(kMaxDepth + 1) * (kMaxCandidates + 1)];  // [L + 1, K + 1], the border -inf
   float scores[kMaxRows];
   uint32_t nodes[kMaxRows];                     // packed; the root's is unused
   uint8_t children[kMaxRows * kMaxCandidates];  // row of the child of a row by rank; set where the child exists
@@ -31,21 +35,14 @@ struct BuildShared {
 template <int kKeys>
 __device__ int search(const BuildParams& p, int budget, BuildShared& shared) {
   const int lane = threadIdx.x;
-  const int K = p.candidates_per_position;
+  const int stride = p.candidates_per_position + 1;
   uint64_t keys[kKeys];
 #pragma unroll
   for (int j = 0; j < kKeys; ++j) keys[j] = kNoKey;
 
   const auto key_of = [&](Node node, float parent_score) {
-    if (node.depth > p.depth || node.rank >= K) return kNoKey;
-    const float score = parent_score + shared.log_probs[(node.depth - 1) * K + node.rank];
+    const float score = parent_score + shared.log_probs[(node.depth - 1) * stride + node.rank];
     return is_possible(score) ? order_key(score, node) : kNoKey;
-  };
-  const auto set_key = [&](int row, uint64_t key) {
-#pragma unroll
-    for (int j = 0; j < kKeys; ++j) {
-      if (row == j * kLanes + lane) keys[j] = key;
-    }
   };
   const auto add = [&](int row, uint32_t node, float score) {
     if (lane == 0) {
@@ -57,11 +54,15 @@ __device__ int search(const BuildParams& p, int budget, BuildShared& shared) {
   add(0, 0, 0.0f);
   int num_rows = 1;
   float score = 0.0f;
+  const auto set_key = [&](int row, uint64_t key) {
+#pragma unroll
+    for (int j = 0; j < kKeys; ++j) keys[j] = row == j * kLanes + lane ? key : keys[j];
+  };
   if (p.keep_spine) {
-    for (; num_rows <= budget && num_rows <= p.depth; ++num_rows) {
+    for (; num_rows <= budget; ++num_rows) {
       const Node node{num_rows, num_rows - 1, 0};
-      const float next = score + shared.log_probs[(num_rows - 1) * K];
-      if (!is_possible(next)) break;
+      const float next = score + shared.log_probs[(num_rows - 1) * stride];
+      if (!is_possible(next)) break;  // also past the last position
       set_key(node.parent, key_of({node.depth, node.parent, 1}, score));
       add(num_rows, node.pack(), next);
       score = next;
@@ -70,20 +71,26 @@ __device__ int search(const BuildParams& p, int budget, BuildShared& shared) {
   set_key(num_rows - 1, key_of({num_rows, num_rows - 1, 0}, score));
   __syncwarp();
 
-  for (; num_rows <= budget; ++num_rows) {
-    uint64_t best = keys[0];
 #pragma unroll
-    for (int j = 1; j < kKeys; ++j) best = keys[j] > best ? keys[j] : best;
-    const auto high = static_cast<uint32_t>(best >> 32);
-    const uint32_t score_bits = __reduce_max_sync(kWarp, high);
-    if (score_bits == 0) break;  // no key is left
-    const uint32_t node_bits = __reduce_max_sync(kWarp, high == score_bits ? static_cast<uint32_t>(best) : 0u);
-    const Node node = Node::unpack(node_bits);
-    score = ordered_value(score_bits);
-    add(num_rows, node_bits, score);
-    set_key(node.parent, key_of({node.depth, node.parent, node.rank + 1}, shared.scores[node.parent]));
-    set_key(num_rows, key_of({node.depth + 1, num_rows, 0}, score));
-    __syncwarp();
+  for (int last = 0; last < kKeys; ++last) {  // rows below (last + 1) * 32: keys after `last` are not in use yet
+    for (; num_rows <= budget && num_rows < (last + 1) * kLanes; ++num_rows) {
+      uint64_t best = keys[0];
+#pragma unroll
+      for (int j = 1; j <= last; ++j) best = keys[j] > best ? keys[j] : best;
+      const auto high = static_cast<uint32_t>(best >> 32);
+      const uint32_t score_bits = __reduce_max_sync(kWarp, high);
+      if (score_bits == 0) return num_rows;  // no key is left
+      const uint32_t node_bits = __reduce_max_sync(kWarp, high == score_bits ? static_cast<uint32_t>(best) : 0u);
+      const Node node = Node::unpack(node_bits);
+      score = ordered_value(score_bits);
+      const uint64_t sibling = key_of({node.depth, node.parent, node.rank + 1}, shared.scores[node.parent]);
+      const uint64_t child = key_of({node.depth + 1, num_rows, 0}, score);
+#pragma unroll
+      for (int j = 0; j <= last; ++j) keys[j] = node.parent == j * kLanes + lane ? sibling : keys[j];
+      keys[last] = num_rows == last * kLanes + lane ? child : keys[last];
+      add(num_rows, node_bits, score);
+      __syncwarp();
+    }
   }
   return num_rows;
 }
@@ -95,8 +102,11 @@ __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__
   const int count = p.depth * K;
   const float* log_probs = p.log_probs + int64_t{request} * count;
   const float* log_sum = p.log_sum ? p.log_sum + int64_t{request} * p.depth : nullptr;
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    shared.log_probs[i] = clamped_log_prob(log_sum ? log_probs[i] - log_sum[i / K] : log_probs[i]);
+  for (int i = threadIdx.x; i < (p.depth + 1) * (K + 1); i += kThreads) {
+    const int l = i / (K + 1), k = i % (K + 1);
+    float value = -INFINITY;
+    if (l < p.depth && k < K) value = log_probs[l * K + k] - (log_sum ? log_sum[l] : 0.0f);
+    shared.log_probs[i] = clamped_log_prob(value);
   }
   for (int i = threadIdx.x; i < N; i += kThreads) shared.first_child[i] = shared.next_sibling[i] = -1;
   __syncthreads();
