@@ -4,9 +4,7 @@
 
 `.venv` is a symbolic link to an environment under build/environments/. A new one is made beside the old and the link
 moves only once the new one works, so a failed or interrupted build leaves the old `.venv` usable. An environment is
-reused while nothing that it was made from has changed.
-
-Standard library only, and readable by Python 3.8, so that a wrong Python gets a sentence and no traceback.
+reused while nothing that it was made from has changed. Standard library only: it runs before there is a `.venv`.
 """
 
 from __future__ import annotations
@@ -21,7 +19,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tools import kernels
+from tools.upstream import ROOT, Pins
+
 ENVIRONMENTS = ROOT / "build" / "environments"
 LINK = ROOT / ".venv"
 LOG = ROOT / "build" / "install.log"
@@ -30,7 +30,20 @@ STAMP = "distribution.sha256"  # in an environment that is complete: the digest 
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 UV = "uv==0.13.9"  # pip takes seven times as long for the CUDA profile
 TORCH_CPU = "torch==2.13.0"
-SGLANG = "0.5.23"
+SGLANG = Pins.load().sglang
+# What an environment is made from, but for its tests and benchmarks.
+SOURCES = (
+    "requirements",
+    "patches",
+    "python",
+    "sgl-kernel",
+    "tools",
+    "upstream.toml",
+    "pyproject.toml",
+    "LICENSE",
+    "NOTICE",
+)
+NOT_SOURCES = ("tests", "benchmark", "build", "dist", "__pycache__")  # folders
 FREE_BYTES = {"cpu": 7 << 30, "cuda": 25 << 30}  # installed size, downloads and unpacking together
 # What pip and uv print when an index cannot be reached; with its retries off pip says only that it found no version.
 NETWORK_SIGNS = (
@@ -84,34 +97,35 @@ def choose_profile(asked: str) -> str:
     return ("cuda" if has_cuda_driver() else "cpu") if asked == "auto" else asked
 
 
+def check_compiler() -> None:
+    """Raises SetupError if there is no C++ compiler to build our kernels with."""
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if shutil.which(compiler) is None:
+        raise SetupError(
+            "No C++ compiler: our kernels are built with %s, which is not on PATH; install one (Debian: apt-get install "
+            "g++) or name yours in CXX." % compiler
+        )
+
+
+def source_files() -> list[Path]:
+    """The files that an environment is made from, in order. Needs no git: the checkout may be an unpacked archive."""
+    files = []
+    for top in SOURCES:
+        path = ROOT / top
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            folders = file.relative_to(ROOT).parts[:-1]
+            made = any(f in NOT_SOURCES or f.startswith(".") or f.endswith(".egg-info") for f in folders)
+            if file.is_file() and not made and file.suffix not in (".so", ".o"):
+                files.append(file)
+    return files
+
+
 def source_digest(profile: str) -> str:
-    """Digest of all that an environment is made from: locks, patches, overlay, kernels, tools, Python."""
-    digest = hashlib.sha256(("%s %s" % (profile, sys.version)).encode())
-    listed = subprocess.run(
-        [
-            "git",
-            "ls-files",
-            "-z",
-            "--cached",
-            "--others",
-            "--exclude-standard",
-            "--",
-            "requirements",
-            "patches",
-            "python",
-            "sgl-kernel",
-            "tools",
-            "upstream.toml",
-            "pyproject.toml",
-        ],
-        cwd=ROOT,
-        check=True,
-        stdout=subprocess.PIPE,
-    ).stdout
-    for name in sorted(filter(None, listed.decode().split("\0"))):
-        path = ROOT / name
-        if path.is_file() and "/tests/" not in name and "/benchmark/" not in name:
-            digest.update(name.encode() + b"\0" + path.read_bytes())
+    """Digest of all that an environment is made from: the sources, the profile, the Python, and the place, since
+    environments cannot be moved."""
+    digest = hashlib.sha256(("%s %s %s" % (profile, sys.version, ROOT)).encode())
+    for file in source_files():
+        digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
@@ -189,6 +203,7 @@ def make(profile: str, extras: list[str]) -> Path:
     folder = ENVIRONMENTS / ("%s-%s" % (profile, digest[:12]))
     current = LINK.resolve() if LINK.is_symlink() else None
     if not (folder / STAMP).is_file():
+        check_compiler()
         check_disk(profile, ROOT)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -265,15 +280,24 @@ def _install(folder: Path, profile: str) -> None:
     )
 
     steps.say("our kernels (sgl-kernel)")
-    path = {"PATH": "%s:%s" % (folder / "bin", os.environ.get("PATH", ""))}
-    install_local = [*pip, "-q", "--no-deps", "--no-build-isolation"]
-    options = []
+    scripts = folder / "bin"
     if profile == "cpu":
         steps.run(
-            [*install_local, "./sgl-kernel/host"], "Installing the CPU stand-in for sglang-kernel", cwd=ROOT
+            [*pip, "-q", "--no-deps", "--no-build-isolation", "./sgl-kernel/host"],
+            "Installing the CPU stand-in for sglang-kernel",
+            cwd=ROOT,
         )
-        options = ["--config-settings=cmake.define.DDTREE_CUDA=OFF"]
-    steps.run([*install_local, *options, "./sgl-kernel"], "Building our kernels", cwd=ROOT, env=path)
+        cuda, environment = "OFF", {"PATH": "%s:%s" % (scripts, os.environ.get("PATH", ""))}
+    else:  # ON, not AUTO: a server on a GPU is of no use without them
+        home = kernels.toolkit(python, lambda command: steps.run(command, "Fetching NVIDIA's compiler"))
+        cuda, environment = "ON", kernels.compiler_environment(home, scripts)
+    settings = "--config-settings=cmake.define.DDTREE_CUDA=%s" % cuda
+    steps.run(
+        [*pip, "-q", "--no-deps", "--no-build-isolation", settings, "./sgl-kernel"],
+        "Building our kernels",
+        cwd=ROOT,
+        env=environment,
+    )
 
     steps.say("Checking that it starts")
     steps.run(
@@ -298,6 +322,9 @@ def main(argv: list[str] | None = None) -> int:
         folder = make(choose_profile(arguments.profile), arguments.extra)
     except SetupError as error:
         print("error: %s" % error, file=sys.stderr)
+        return 1
+    except OSError as error:  # a full disk, a folder that may not be written
+        print("error: %s; .venv is as it was." % error, file=sys.stderr)
         return 1
     print("Ready: .venv -> %s" % os.path.relpath(folder, ROOT))
     return 0

@@ -22,11 +22,17 @@ BUILD = ROOT / "build" / "sgl-kernel"
 TOOLKIT = ROOT / "build" / "cuda-toolkit"
 
 
-def toolkit() -> Path:
+def run_checked(command: list) -> None:
+    """Runs `command`; raises subprocess.CalledProcessError if it fails, its output has said why then."""
+    subprocess.run(command, check=True)
+
+
+def toolkit(python: Path | str = sys.executable, run=run_checked) -> Path:
     """Returns the root of a CUDA toolkit, fetching NVIDIA's wheels if none is installed.
 
-    Raises:
-        subprocess.CalledProcessError: the wheels could not be installed; pip has said why.
+    Args:
+        python: the interpreter whose pip fetches them.
+        run: runs a command, a list; raises what it likes if that fails.
     """
     for nvcc in (shutil.which("nvcc"), Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")):
         if nvcc and Path(nvcc).is_file():
@@ -36,7 +42,7 @@ def toolkit() -> Path:
         lock = ROOT / "requirements" / "cuda-toolkit.lock"
         shutil.rmtree(TOOLKIT, ignore_errors=True)
         pip = [
-            sys.executable,
+            python,
             "-m",
             "pip",
             "install",
@@ -48,11 +54,20 @@ def toolkit() -> Path:
             "-r",
             lock,
         ]
-        subprocess.run(pip, check=True)
+        run(pip)
         # The wheels lay a runtime out, not a toolkit: nvcc looks for lib64 and the linker for the unversioned name.
         (root / "lib" / "libcudart.so").symlink_to("libcudart.so.13")
         (root / "lib64").symlink_to("lib")
     return root
+
+
+def compiler_environment(cuda: Path, scripts: Path) -> dict[str, str]:
+    """What CMake has to find in the environment: the toolkit at `cuda`, and its own ninja in the folder `scripts`."""
+    return {
+        "CUDACXX": str(cuda / "bin" / "nvcc"),
+        "CUDA_HOME": str(cuda),
+        "PATH": "%s:%s" % (scripts, os.environ.get("PATH", "")),
+    }
 
 
 def build(cuda: Path) -> Path:
@@ -61,13 +76,7 @@ def build(cuda: Path) -> Path:
     Raises:
         subprocess.CalledProcessError: cmake or ninja failed; its output says why.
     """
-    scripts = Path(sys.executable).parent
-    environment = dict(
-        os.environ,
-        CUDACXX=str(cuda / "bin" / "nvcc"),
-        CUDA_HOME=str(cuda),
-        PATH=f"{scripts}:{os.environ['PATH']}",
-    )
+    environment = os.environ | compiler_environment(cuda, Path(sys.executable).parent)
     configure = ["cmake", "-S", ROOT / "sgl-kernel", "-B", BUILD, "-G", "Ninja", "-DDDTREE_CUDA=ON"]
     configure.append(f"-DPython_EXECUTABLE={sys.executable}")
     subprocess.run(configure, check=True, env=environment, stdout=subprocess.DEVNULL)

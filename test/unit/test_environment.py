@@ -1,5 +1,6 @@
 """What `make install` and `make serve` refuse, and that a failure leaves the old environment usable."""
 
+import io
 import os
 import shutil
 import socket
@@ -19,6 +20,7 @@ from tools import demo_model, environment, serve
 register_cpu_ci(est_time=20, suite="unit")
 
 Usage = namedtuple("Usage", "total used free")
+SINGLE_SOURCES = ("upstream.toml", "pyproject.toml", "LICENSE", "NOTICE")
 # Sends the real pip to a port of this machine where nothing listens.
 NOWHERE = {
     "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
@@ -69,6 +71,86 @@ class TestEnvironment(CustomTestCase):
             ),
         ):
             environment.check_disk("cpu", self.root)
+
+    def test_no_compiler(self):
+        with (
+            mock.patch.dict(os.environ, {"CXX": "no-such-compiler -O2"}),
+            self.assertRaisesRegex(
+                environment.SetupError, "built with no-such-compiler, which is not on PATH"
+            ),
+        ):
+            self.make("a" * 64, lambda folder, profile: None)
+
+    def test_a_full_disk_is_one_sentence(self):
+        full = OSError(28, "No space left on device", "f")
+        with (
+            mock.patch.object(environment, "make", side_effect=full),
+            mock.patch("sys.stderr", new_callable=io.StringIO) as said,
+        ):
+            self.assertEqual(environment.main(["--profile", "cpu"]), 1)
+        self.assertRegex(said.getvalue(), "^error: .*No space left on device.*\n$")
+
+    def test_digest_follows_the_sources_and_needs_no_git(self):
+        for name in (
+            "tools/a.py",
+            "sgl-kernel/csrc/a.cu",
+            "sgl-kernel/tests/test_a.py",
+            "README.md",
+            *SINGLE_SOURCES,
+        ):
+            path = self.root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("1")
+        before = environment.source_digest("cpu")
+        self.assertNotEqual(environment.source_digest("cuda"), before)
+        # What is no source, and what building leaves behind.
+        for name in (
+            "README.md",
+            "sgl-kernel/tests/test_a.py",
+            "sgl-kernel/host/build/lib/b.py",
+            "sgl-kernel/python/_ddtree_cpu.so",
+            "tools/__pycache__/a.pyc",
+        ):
+            path = self.root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("2")
+        self.assertEqual(environment.source_digest("cpu"), before)
+        for name in ("tools/a.py", "sgl-kernel/csrc/a.cu", "patches/new.patch", "NOTICE"):
+            (self.root / name).parent.mkdir(exist_ok=True)
+            (self.root / name).write_text("2")
+            now = environment.source_digest("cpu")
+            self.assertNotEqual(now, before, name)
+            before = now
+
+    def commands(self, profile):
+        """The commands that make an environment of `profile`, and what each adds to the environment variables."""
+        ran = []
+        folder = self.root / "new"
+        (folder / "wheels").mkdir(parents=True)
+        (folder / "wheels" / "sglang-1.whl").touch()
+
+        def run(steps, command, what, **kwargs):
+            ran.append((" ".join(map(str, command)), kwargs.get("env", {})))
+
+        with (
+            mock.patch.object(environment.Steps, "run", run),
+            mock.patch.object(environment.kernels, "toolkit", return_value=Path("/cuda")),
+        ):
+            environment._install(folder, profile)
+        return ran
+
+    def test_the_cpu_profile_is_complete_without_cuda(self):
+        ran = self.commands("cpu")
+        self.assertTrue(any(command.endswith("./sgl-kernel/host") for command, _ in ran))
+        built = [command for command, _ in ran if command.endswith("./sgl-kernel")]
+        self.assertEqual([command.count("DDTREE_CUDA=OFF") for command in built], [1])
+
+    def test_the_cuda_profile_has_our_cuda_kernels_or_fails(self):
+        ran = self.commands("cuda")
+        self.assertFalse(any("sgl-kernel/host" in command for command, _ in ran))
+        built = [(command, env) for command, env in ran if command.endswith("./sgl-kernel")]
+        self.assertEqual([command.count("DDTREE_CUDA=ON") for command, _ in built], [1])
+        self.assertEqual((built[0][1]["CUDACXX"], built[0][1]["CUDA_HOME"]), ("/cuda/bin/nvcc", "/cuda"))
 
     def test_a_failed_build_leaves_the_old_environment(self):
         old, _ = self.make("a" * 64, lambda folder, profile: (folder / "works").touch())
