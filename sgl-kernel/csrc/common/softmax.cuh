@@ -27,20 +27,34 @@ __device__ __forceinline__ float quad_sum(float v) {
   return v + __shfl_xor_sync(0xffffffff, v, 2);
 }
 
-// Raw q.k to a base-2 logit. tanh goes through exp2: tanh.approx's 2^-11 would be multiplied by the cap.
+// Raw q.k to a base-2 logit: s * factor, or with a cap first s = cap * tanh(s * in), then factor 1. tanh goes through
+// exp2: tanh.approx's error of 2^-11 would be multiplied by the cap.
 struct LogitScale {
-  float in, cap;  // cap == 0: logit = s * in
+  float factor, in, cap;  // cap == 0: none
 
-  __device__ __forceinline__ float operator()(float s) const {
-    if (cap == 0.f) return s * in;
+  __device__ __forceinline__ float capped(float s) const {
     return cap - __fdividef(2.f * cap, 1.f + fast_exp2(s * in));
   }
 };
 
 __device__ __forceinline__ LogitScale make_logit_scale(float sm_scale, float k_scale, float logit_cap) {
-  if (logit_cap > 0.f) return {2.f * kLog2E * sm_scale * k_scale / logit_cap, logit_cap * kLog2E};
-  return {sm_scale * k_scale * kLog2E, 0.f};
+  if (logit_cap > 0.f) return {1.f, 2.f * kLog2E * sm_scale * k_scale / logit_cap, logit_cap * kLog2E};
+  return {sm_scale * k_scale * kLog2E, 0.f, 0.f};
 }
+
+// The running maximum is raised only when a tile exceeds it by more than 2^8 (probabilities stay below 2^8, in range for
+// fp16), so that the accumulators are rarely rescaled. Returns what to multiply them by.
+constexpr float kRescaleThreshold = 8.f;
+
+__device__ __forceinline__ float raise_max(float& row_max, float top) {
+  if (!(top > row_max + kRescaleThreshold)) return 1.f;
+  const float shrink = fast_exp2(row_max - top);  // row_max == -inf: 0, and the accumulators are 0 as well
+  row_max = top;
+  return shrink;
+}
+
+// The subtrahend of a row's exponents. Nothing attended yet: every exp2 is exp2(-inf).
+__device__ __forceinline__ float exponent_base(float row_max) { return row_max == neg_inf() ? 0.f : row_max; }
 
 // Running maximum, sum of one attention row, and what turns an unnormalized accumulator into its output.
 struct RowResult {

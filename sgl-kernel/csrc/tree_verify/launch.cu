@@ -18,7 +18,7 @@ namespace {
 // Limits of the grid (y) and of the combine kernel's shared memory.
 bool is_valid(const TreeVerifyParams& p) {
   return p.b >= 0 && p.total_rows >= 0 && p.h_kv > 0 && p.h_q > 0 && p.h_q % p.h_kv == 0 && p.max_rows >= 1 &&
-         p.max_rows <= kMaxTreeRows && p.num_splits >= 1 && int64_t(p.b) * p.num_splits <= kMaxWorkItems &&
+         p.max_rows <= kMaxTreeRows && p.num_splits >= 1 && p.sm_scale > 0.f && int64_t(p.b) * p.num_splits <= kMaxWorkItems &&
          p.workspace_bytes >= workspace_bytes(p) && int64_t(p.h_kv) * packed_rows(p.max_rows, p.h_q, p.h_kv) <= 65535 * 16;
 }
 

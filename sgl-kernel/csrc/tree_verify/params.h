@@ -47,7 +47,7 @@ struct TreeVerifyParams {
   void* workspace;
   int64_t workspace_bytes;
 
-  float sm_scale;            // softmax scale
+  float sm_scale;            // softmax scale, > 0
   float logit_cap;           // 0: off; else logit = cap * tanh(logit / cap)
   int32_t sliding_window;    // < 0: off; else row at position p attends to positions >= p - sliding_window
   int32_t b;                 // requests (static at capture; empty ones allowed)

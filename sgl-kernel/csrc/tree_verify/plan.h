@@ -29,7 +29,7 @@ inline int choose_num_splits(int b, int max_rows, int h_q, int h_kv, int d_qk, i
   const int packed = packed_rows(max_rows, h_q, h_kv);
   const int tile_m = mla ? kMlaTileM : gqa_tile_m(packed, d_qk);
   const int64_t tiles = int64_t(b) * h_kv * ((packed + tile_m - 1) / tile_m);
-  const int64_t resident = int64_t(sm_count) * (mla ? 1 : 2);  // the MLA tile takes a whole multiprocessor
+  const int64_t resident = int64_t(sm_count) * (mla ? 1 : tile_m == 128 ? 2 : 3);  // blocks that share a multiprocessor
   if (tiles <= 0) return 1;
   const int limit = int(std::clamp<int64_t>(4 * resident / tiles, 1, kMaxSplits));
   auto efficiency = [&](int splits) {

@@ -1,0 +1,234 @@
+"""Times tree-verify attention against the card's limits and upstream's Triton kernel.
+
+Limits measured in the same run: the copy rate (bytes read + written) and the mma.sync bf16 rate (mma_rate.cu). "KV" is
+the bytes of the prefix and tree KV, read once, over the time. Upstream's kernel runs where sglang can be imported.
+Every time is a median of do_bench, which clears the L2 cache before each launch. Prints a Markdown table; never asserts.
+
+    python bench_tree_verify.py --output results/NAME.json
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Optional
+
+import torch
+import triton
+
+from sgl_kernel.ddtree import verify_gqa, verify_mla, verify_workspace
+
+HERE = Path(__file__).resolve().parent
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Shape:
+    kind: str  # "mla" or "gqa"
+    h_q: int
+    h_kv: int
+    d_qk: int
+    d_v: int
+    b: int
+    n: int  # tree rows of a request
+    length: int  # prefix tokens
+
+    def __str__(self) -> str:
+        heads = f"MLA h_q {self.h_q}" if self.kind == "mla" else f"GQA {self.d_v} h {self.h_q}/{self.h_kv}"
+        return f"{heads}, b {self.b} n {self.n} L {self.length}"
+
+    def kv_bytes(self, element: int) -> int:
+        width = self.d_qk if self.kind == "mla" else self.d_qk + self.d_v
+        return self.b * (self.length + self.n) * self.h_kv * width * element
+
+    @property
+    def flop(self) -> float:
+        return 2 * self.b * self.n * self.h_q * (self.length + self.n / 2) * (self.d_qk + self.d_v)
+
+
+def mla(h_q, b, n, length):
+    return Shape("mla", h_q, 1, 576, 512, b, n, length)
+
+
+def gqa(h_q, h_kv, b, n, length, d=128):
+    return Shape("gqa", h_q, h_kv, d, d, b, n, length)
+
+
+BASELINE = [  # timed beside upstream's kernel
+    mla(8, 1, 16, 4096), mla(8, 1, 64, 32768), mla(8, 1, 16, 131072), mla(8, 8, 64, 8192), mla(8, 32, 16, 4096),
+    mla(64, 1, 64, 32768), mla(64, 8, 64, 8192), mla(64, 32, 16, 4096),
+    gqa(32, 8, 1, 16, 4096), gqa(32, 8, 1, 64, 32768), gqa(32, 8, 1, 16, 131072), gqa(32, 8, 8, 64, 8192),
+    gqa(32, 8, 32, 16, 4096), gqa(8, 2, 1, 16, 131072),
+]
+MEMORY_BOUND = [  # at most 64 packed rows a KV head, 64 MB of KV or more
+    mla(8, 1, 8, 131072), gqa(32, 8, 1, 4, 131072), gqa(32, 8, 8, 16, 16384), gqa(8, 8, 8, 16, 16384),
+    gqa(32, 8, 8, 16, 16384, d=64), gqa(16, 4, 8, 16, 16384, d=256),
+]
+
+
+def copy_rate() -> float:
+    """GB/s of a device-to-device copy, bytes read and written."""
+    a = torch.empty(1 << 30, dtype=torch.float32, device="cuda")
+    b = torch.empty_like(a)
+    ms = triton.testing.do_bench(lambda: b.copy_(a), warmup=50, rep=200, return_mode="median")
+    return 2 * a.nbytes / ms / 1e6
+
+
+def mma_rate(binary: Optional[str]) -> float:
+    """TFLOP/s of mma.sync m16n8k16 bf16."""
+    if binary:
+        return float(subprocess.check_output([binary]))
+    with tempfile.TemporaryDirectory() as folder:
+        binary = f"{folder}/mma_rate"
+        source = str(HERE / "mma_rate.cu")
+        subprocess.check_call(["nvcc", "-O3", "-std=c++17", "-arch=native", "-o", binary, source])
+        return float(subprocess.check_output([binary]))
+
+
+def random_tree(n: int, generator: torch.Generator) -> torch.Tensor:
+    """[n, n] bool: ancestor or self. A parent is one of the eight rows before."""
+    mask = torch.eye(n, dtype=torch.bool)
+    for i in range(1, n):
+        mask[i] |= mask[int(torch.randint(max(0, i - 8), i, (1,), generator=generator))]
+    return mask
+
+
+def pack_words(mask: torch.Tensor) -> torch.Tensor:
+    """[n, n] bool to [n, ceil(n / 64)] int64."""
+    n = mask.shape[0]
+    words = []
+    for first in range(0, n, 64):
+        bits = mask[:, first : first + 64].to(torch.int64)
+        words.append((bits << torch.arange(bits.shape[1])).sum(1))
+    return torch.stack(words, 1)
+
+
+def time_us(f) -> float:
+    f()
+    torch.cuda.synchronize()
+    return triton.testing.do_bench(f, warmup=20, rep=80, return_mode="median") * 1e3
+
+
+class Inputs:
+    def __init__(self, shape: Shape):
+        s = self.shape = shape
+        generator = torch.Generator().manual_seed(0)
+        bf16 = dict(device="cuda", dtype=torch.bfloat16)
+        slots = s.b * (s.length + s.n)
+        self.q = torch.randn(s.b * s.n, s.h_q, s.d_qk, **bf16) * 0.3
+        self.k_cache = torch.randn(slots, s.h_kv, s.d_qk, **bf16) * 0.3
+        self.v_cache = self.k_cache[..., : s.d_v] if s.kind == "mla" else torch.randn_like(self.k_cache)
+        order = torch.randperm(slots, device="cuda")
+        self.kv_indices = order[: s.b * s.length]
+        self.tree_slots = order[s.b * s.length :]
+        int32 = dict(device="cuda", dtype=torch.int32)
+        self.qo_indptr = torch.arange(0, s.b * s.n + 1, s.n, **int32)
+        self.kv_indptr = torch.arange(0, s.b * s.length + 1, s.length, **int32)
+        self.prefix_lens = torch.full((s.b,), s.length, **int32)
+        self.tree = random_tree(s.n, generator)
+        self.ancestors = pack_words(self.tree).repeat(s.b, 1).cuda()
+        self.out = torch.empty(s.b * s.n, s.h_q, s.d_v, **bf16)
+
+    def ours(self, fp8: bool):
+        s = self.shape
+        workspace = verify_workspace(
+            batch=s.b, max_rows=s.n, h_q=s.h_q, h_kv=s.h_kv, d_qk=s.d_qk, d_v=s.d_v, device=self.q.device
+        )
+        keywords = dict(
+            qo_indptr=self.qo_indptr, kv_indptr=self.kv_indptr, kv_indices=self.kv_indices,
+            prefix_lens=self.prefix_lens, tree_slots=self.tree_slots, ancestors=self.ancestors,
+            workspace=workspace, sm_scale=s.d_qk**-0.5, out=self.out,
+        )
+        k = self.k_cache.to(FP8) if fp8 else self.k_cache
+        if s.kind == "mla":
+            return lambda: verify_mla(self.q, k, **keywords)
+        v = self.v_cache.to(FP8) if fp8 else self.v_cache
+        return lambda: verify_gqa(self.q, k, v, **keywords)
+
+    def upstream(self):
+        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+
+        s = self.shape
+        k = self.k_cache[self.tree_slots].contiguous()
+        v = k[..., : s.d_v] if s.kind == "mla" else self.v_cache[self.tree_slots].contiguous()
+        prefix = torch.ones(s.n, s.length, dtype=torch.bool)
+        mask = torch.cat([prefix, self.tree], 1).reshape(-1).repeat(s.b).cuda()
+        size = s.n * (s.length + s.n)
+        mask_indptr = torch.arange(0, s.b * size + 1, size, device="cuda", dtype=torch.int64)
+        out = torch.empty_like(self.out)
+        f = lambda: extend_attention_fwd(
+            self.q, k, v, out, self.k_cache, self.v_cache, self.qo_indptr, self.kv_indptr, self.kv_indices, mask, True,
+            mask_indptr, s.n, 1.0, 1.0, s.d_qk**-0.5,
+        )
+        return f, out
+
+
+def smi(fields: str) -> str:
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    return subprocess.check_output(command, text=True).strip().splitlines()[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="results file (JSON)")
+    parser.add_argument("--commit", default="unknown", help="recorded in the results")
+    parser.add_argument("--mma-rate", help="a built mma_rate; default: builds one with nvcc")
+    parser.add_argument("--no-upstream", action="store_true", help="skip upstream's kernel")
+    parser.add_argument("--only", help="shapes whose name contains this")
+    options = parser.parse_args()
+
+    copy, mma = copy_rate(), mma_rate(options.mma_rate)
+    results = {
+        "gpu": torch.cuda.get_device_name(),
+        "clocks_after_copy_and_mma": smi("clocks.sm,clocks.mem,clocks.max.sm"),
+        "driver": smi("driver_version"),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": options.commit,
+        "command": " ".join(["python", *sys.argv]),
+        "copy_gb_s": copy,
+        "mma_sync_tflop_s": mma,
+        "rows": [],
+    }
+    print(f"{results['gpu']}, copy {copy:.0f} GB/s, mma.sync {mma:.0f} TFLOP/s, {results['clocks_after_copy_and_mma']}")
+    print("| shape | KV | us | KV GB/s | of copy | TFLOP/s | of mma.sync | upstream us | faster |")
+    print("|-|-|-|-|-|-|-|-|-|")
+    for shape in BASELINE + MEMORY_BOUND:
+        if options.only and options.only not in str(shape):
+            continue
+        inputs = Inputs(shape)
+        upstream_us = error = None
+        for fp8 in (False, True):
+            f = inputs.ours(fp8)
+            us = time_us(f)
+            if not fp8 and not options.no_upstream and shape in BASELINE:
+                g, out = inputs.upstream()
+                upstream_us = time_us(g)
+                f(), g()
+                reference = out.float()
+                error = float((inputs.out.float() - reference).norm() / reference.norm())
+            gb_s = shape.kv_bytes(1 if fp8 else 2) / us / 1e3
+            tflop_s = shape.flop / us / 1e6
+            row = dict(
+                shape=asdict(shape), name=str(shape), kv="fp8_e4m3" if fp8 else "bf16", us=us, kv_gb_s=gb_s,
+                of_copy=gb_s / copy, tflop_s=tflop_s, of_mma=tflop_s / mma, upstream_us=upstream_us,
+                difference_from_upstream=None if fp8 else error,
+            )
+            results["rows"].append(row)
+            against = f"{upstream_us:.0f} | {upstream_us / us:.0f}x" if upstream_us else "- | -"
+            print(
+                f"| {shape} | {row['kv']} | {us:.1f} | {gb_s:.0f} | {gb_s / copy:.0%} | {tflop_s:.0f} "
+                f"| {tflop_s / mma:.0%} | {against} |",
+                flush=True,
+            )
+        del inputs
+        torch.cuda.empty_cache()
+        if options.output:  # after every shape: a run that is cut short keeps what it measured
+            options.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
