@@ -21,7 +21,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "test/gpu"), str(Path(__file__).parent)]
-from bench_graph_guard import interval  # noqa: E402
+from bench_graph_guard import command_line, interval  # noqa: E402
 from graph_guard_harness import pool_bytes  # noqa: E402
 from test_graph_guard_models import MODELS  # noqa: E402
 
@@ -41,7 +41,7 @@ def load(folder):
     load_model = one_batch.load_model
 
     def load_and_stop(*args):
-        raise Loaded(load_model(*args)[0].model_runner)
+        raise Loaded(load_model(*args)[0].torch_runner)
 
     one_batch.get_tokenizer = lambda *args, **kwargs: None
     one_batch.load_model = load_and_stop
@@ -59,7 +59,7 @@ def main():
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--pairs", type=int, default=12)
     args = parser.parse_args()
-    command = "python benchmark/graph_guard/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = command_line(sys.argv[1:])
     from sglang.srt.model_executor.runner_utils.pool import set_global_graph_memory_pool
 
     with tempfile.TemporaryDirectory() as folder:

@@ -81,6 +81,12 @@ def interval(ratios):
     return statistics.fmean(ratios), t * statistics.stdev(ratios) / math.sqrt(n)
 
 
+def command_line(arguments):
+    """The command for the record, the output's folder left out: it says nothing about the run."""
+    shown = [Path(a).name if os.sep in a else a for a in arguments]
+    return " ".join(["python", f"benchmark/graph_guard/{Path(sys.argv[0]).name}", *shown])
+
+
 def capture_all(capture, model, x):
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -150,7 +156,7 @@ def main():
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "commit": commit,
-        "command": "python benchmark/graph_guard/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(sys.argv[1:]),
         "model": {"layers": LAYERS, "hidden": HIDDEN, "ffn": FFN, "sizes": SIZES},
         "replay": replays,
         "capture": {

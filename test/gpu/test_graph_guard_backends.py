@@ -16,7 +16,7 @@ from sglang.srt.model_executor.graph_guard.race_detector import detect_graph_rac
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import break_graph, eager_on_graph
 from sglang.test.ci.ci_register import register_cuda_ci
 
-register_cuda_ci(est_time=40, suite="gpu")
+register_cuda_ci(est_time=20, suite="gpu")
 
 KINDS = ("full", "breakable")
 

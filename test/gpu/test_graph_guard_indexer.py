@@ -16,7 +16,7 @@ from sglang.srt.model_executor import graph_guard
 from sglang.srt.model_executor.graph_guard.happens_before import REUSE
 from sglang.test.ci.ci_register import register_cuda_ci
 
-register_cuda_ci(est_time=90, suite="gpu")
+register_cuda_ci(est_time=40, suite="gpu")
 
 TOKENS, HIDDEN, Q_LORA, HEADS, DIM, ROPE = 4, 1024, 512, 64, 128, 64
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sglang.test.ci.ci_register import register_cuda_ci
 
-register_cuda_ci(est_time=150, suite="gpu")
+register_cuda_ci(est_time=90, suite="gpu")
 
 COMMON = {
     "hidden_size": 512,

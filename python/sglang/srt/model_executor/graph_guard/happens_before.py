@@ -73,8 +73,8 @@ class Race:
     first: Operation
     second: Operation
     region: Region | None = None
-    first_writes: bool = False
-    second_writes: bool = False
+    first_writes: bool | None = None
+    second_writes: bool | None = None
     allocations: tuple = (None, None)
 
 

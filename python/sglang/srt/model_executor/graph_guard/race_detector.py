@@ -100,12 +100,12 @@ class RaceReport:
         return render(self.to_json())
 
 
-def _operation_json(op: Operation, writes: bool, allocation: tuple | None) -> dict:
+def _operation_json(op: Operation, writes: bool | None, allocation: tuple | None) -> dict:
     return {
         "operation": op.name,
         "index": op.index,
         "stream": op.stream if isinstance(op.stream, str) else hex(op.stream),
-        "access": "write" if writes else "read",
+        "access": {True: "write", False: "read", None: None}[writes],
         "layer": op.info.get("layer"),
         "tensors": op.info.get("tensors", []),
         "allocation": allocation and {"bytes": allocation[0], "stream": hex(allocation[1])},
@@ -131,7 +131,9 @@ def render(report: dict) -> str:
             op = race[which]
             block = op["allocation"]
             lines.append(
-                f"  {which}: {op['operation']} ({op['access']}) on stream {op['stream']}"
+                f"  {which}: {op['operation']}"
+                + (f" ({op['access']})" if op["access"] else "")
+                + f" on stream {op['stream']}"
                 + (f", layer {op['layer']}" if op["layer"] else "")
                 + (f", block of {block['bytes']} bytes from stream {block['stream']}" if block else "")
             )
