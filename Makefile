@@ -6,6 +6,10 @@ MODEL ?=
 ARGS ?=
 SUITE ?= default
 
+# A pipe fails with its first command: outside git there would be no file to lint, and all would seem well.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+
 .DEFAULT_GOAL := help
 .PHONY: help install serve test lint kernels wheel dev lock check clean
 
@@ -38,7 +42,7 @@ check: ## patches and pins against the pinned upstream wheels
 	@$(PYTHON) -m tools.patchset check
 
 wheel: ## dist/sglang-*.whl for this Python
-	@$(PYTHON) -m pip wheel --no-deps --no-build-isolation -w dist .
+	@$(PYTHON) -m tools.patchset build dist
 
 dev: ## assemble build/dev with our files as links: PYTHONPATH=build/dev runs what you edit
 	@$(PYTHON) -m tools.patchset dev

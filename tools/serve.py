@@ -34,6 +34,8 @@ def check_port(host: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
+        except OverflowError:
+            raise ServeError(f"--port: expected a number from 1 to 65535, got {port}.") from None
         except OSError as error:
             raise ServeError(
                 f"--port: expected a free port, got {port}, which cannot be bound at {host} ({error.strerror}); stop what uses it "
@@ -42,12 +44,18 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_model(model: str) -> None:
-    """Raises ServeError if `model` is a path and no model folder. A hub name (owner/name) is left to SGLang."""
+    """Raises ServeError if `model` is a path and no model folder.
+
+    A hub name (owner/name), a URL (s3://...) and a GGUF file are left to SGLang.
+    """
     path = Path(model)
+    if "://" in model or (path.suffix == ".gguf" and path.is_file()):
+        return
     looks_like_path = (
         path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
     )
-    if looks_like_path and not (path.expanduser() / "config.json").is_file():
+    # params.json is what a folder in Mistral's own format has.
+    if looks_like_path and not any((path.expanduser() / n).is_file() for n in ("config.json", "params.json")):
         came = "is not there" if not path.expanduser().exists() else "holds none"
         raise ServeError(
             f"--model-path: expected a model folder with a config.json, or a hub name like owner/name; {model} {came}."
@@ -111,7 +119,8 @@ def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
     started = time.monotonic()
     while server.poll() is None and not asked_to_stop and not answers(url):
         time.sleep(1)

@@ -221,6 +221,8 @@ class TestServe(CustomTestCase):
             ):
                 serve.check_port("127.0.0.1", port)
         serve.check_port("127.0.0.1", 0)
+        with self.assertRaisesRegex(serve.ServeError, "--port: expected a number from 1 to 65535, got 70000"):
+            serve.check_port("127.0.0.1", 70000)
 
     def test_model_folder_that_is_none(self):
         with tempfile.TemporaryDirectory() as empty:
@@ -232,7 +234,12 @@ class TestServe(CustomTestCase):
                 serve.check_model(f"{empty}/absent")
             Path(empty, "config.json").touch()
             serve.check_model(empty)
+            with self.assertRaisesRegex(serve.ServeError, "model.gguf is not there"):
+                serve.check_model(f"{empty}/model.gguf")
+            Path(empty, "model.gguf").touch()
+            serve.check_model(f"{empty}/model.gguf")
         serve.check_model("Qwen/Qwen3-8B")
+        serve.check_model("s3://bucket/folder/model")
 
     def test_command_ends_with_one_sentence_and_a_status(self):
         done = subprocess.run(
