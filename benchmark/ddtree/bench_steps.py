@@ -1,10 +1,9 @@
-"""Time of one decode step: plain, DFLASH and DDTREE at several widths and batch sizes, in upstream's own event loop.
+"""Speed and acceptance of plain decoding, DFLASH and DDTREE at several widths and batch sizes.
 
-The weights are random (only the shapes count here), so nearly nothing is accepted: a step's time is what this measures;
-tokens/s follow with an accepted length measured elsewhere. Graphs and overlap scheduling are on; HTTP, tokenizer and
-detokenizer are not in the time.
+In upstream's own event loop, with graphs and overlap scheduling on; HTTP, tokenizer and detokenizer are not in the time.
+With --prompts, the models' weights and those prompts; without, random weights, for the time of a step alone.
 
-    python benchmark/ddtree/bench_steps.py --model CONFIG_DIR --drafter CONFIG_DIR --output results/GPU-DATE.json
+    python benchmark/ddtree/bench_steps.py --model DIR --drafter DIR --prompts ids.json --output results/GPU-DATE.json
 """
 
 from __future__ import annotations
@@ -21,30 +20,40 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "test" / "e2e"))
 from ddtree_host import Child  # noqa: E402
 
-BATCHES = (1, 4, 16)
-PROMPT, TOKENS = 64, 160
+PROMPT = 64  # tokens of a made-up prompt
 
 
-def measure(host, turn) -> list[dict]:
-    """Seconds a step at each batch size; `turn` lets one process at a time use the device."""
+def measure(host, turn, given, batches, tokens) -> list[dict]:
+    """Time and acceptance at each batch size; `turn` lets one process at a time use the device."""
     rows = []
     with turn:
-        for batch in BATCHES:
+        for batch in batches:
             vocabulary = host.scheduler.model_config.vocab_size
-            prompts = [
+            prompts = given[: max(batch, 6)] if given else [
                 [(17 * i + 31 * j) % (vocabulary - 3) + 3 for j in range(PROMPT)] for i in range(batch)
-            ]
+            ]  # fmt: skip
+            groups = [prompts[i : i + batch] for i in range(0, len(prompts) // batch * batch, batch)]
             host.generate(
-                prompts, temperature=0, max_new_tokens=24, ignore_eos=True
+                groups[0], temperature=0, max_new_tokens=24, ignore_eos=True
             )  # compiles, fills caches
             start = time.perf_counter()
-            requests = host.generate(prompts, temperature=0, max_new_tokens=TOKENS, ignore_eos=True)
+            requests = [
+                request
+                for group in groups
+                for request in host.generate(group, temperature=0, max_new_tokens=tokens, ignore_eos=True)
+            ]
             seconds = time.perf_counter() - start
-            steps = max(request.spec_verify_ct for request in requests) or TOKENS - 1
+            steps = sum(request.spec_verify_ct for request in requests) or (tokens - 1) * len(requests)
             rows.append(
-                dict(batch=batch, step_ms=1000 * seconds / steps, steps=steps,
-                     tokens_per_step=sum(min(len(r.output_ids), TOKENS) - 1 for r in requests) / batch / steps)
-            )  # fmt: skip
+                dict(
+                    batch=batch,
+                    tokens_per_second=tokens * len(requests) / seconds,
+                    # of a request: its output tokens, but for the one of prefill, over its verify steps
+                    accept_length=sum(len(request.output_ids) - 1 for request in requests) / steps,
+                    step_ms=1000 * seconds * batch / steps,
+                    outputs=[list(request.output_ids)[:tokens] for request in requests],
+                )
+            )
     return rows
 
 
@@ -55,21 +64,32 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder with the target's config.json")
     parser.add_argument("--drafter", required=True, help="folder with the drafter's config.json")
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32, 64], help="tree rows N")
+    parser.add_argument(
+        "--prompts", type=Path, help="JSON, token ids of prompts: real weights; else random ones"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--tokens", type=int, default=160, help="of each answer")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="of this repository; git's by default")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
 
     cuda = args.device == "cuda"
-    plain = dict(model_path=args.model, device=args.device, load_format="dummy", max_total_tokens=16384,
+    plain = dict(model_path=args.model, device=args.device,
+                 load_format="auto" if args.prompts else "dummy", max_total_tokens=16384,
                  max_running_requests=16, mem_fraction_static=0.8 if cuda else 0.05, context_length=2048) | (
         dict(dtype="bfloat16", attention_backend="triton", cuda_graph_max_bs_decode=16,
              cuda_graph_backend_prefill="disabled") if cuda else dict(dtype="float32")
     )  # fmt: skip
-    spec = plain | dict(speculative_draft_model_path=args.drafter, speculative_draft_load_format="dummy")
+    spec = plain | dict(
+        speculative_draft_model_path=args.drafter,
+        speculative_draft_load_format="auto" if args.prompts else "dummy",
+    )
     if cuda:
         spec["speculative_draft_attention_backend"] = "triton"
     cases = {("none", None, None): plain}
+    # DFLASH's chain as a tree of width 1: on a CPU upstream has no DFLASH to compare with.
+    cases["chain", None, "native"] = spec | dict(speculative_algorithm="DDTREE", speculative_eagle_topk=1)
     if cuda:
         cases["DFLASH", None, None] = spec | dict(speculative_algorithm="DFLASH")
     for rows in args.rows:
@@ -83,8 +103,12 @@ def main() -> None:
         )  # fmt: skip
 
     turn = multiprocessing.get_context("spawn" if cuda else "fork").Lock()
-    children = {case: Child(arguments, measure, turn) for case, arguments in cases.items()}
-    results = []
+    given = json.loads(args.prompts.read_text()) if args.prompts else None
+    children = {
+        case: Child(arguments, measure, turn, given, args.batches, args.tokens)
+        for case, arguments in cases.items()
+    }
+    results, plain_outputs = [], {}
     for (algorithm, rows, verify), child in children.items():
         try:
             measured = child.result()
@@ -92,9 +116,15 @@ def main() -> None:
             print(f"{algorithm} {rows} {verify}: {error}", file=sys.stderr)
             continue
         for row in measured:
+            outputs = row.pop("outputs")
+            expected = plain_outputs.setdefault(row["batch"], outputs)  # plain decoding comes first
+            row["equal_to_plain"] = sum(a == b for a, b in zip(outputs, expected)) / len(outputs)
             results.append(dict(algorithm=algorithm, rows=rows, verify=verify) | row)
-            print(f"{algorithm:7} N {rows or '':>3} {verify or '':7} batch {row['batch']:2}  "
-                  f"{row['step_ms']:7.3f} ms/step  {row['tokens_per_step']:.2f} tokens/step", flush=True)  # fmt: skip
+            print(
+                f"{algorithm:7} N {rows or '':>3} {verify or '':7} batch {row['batch']:2}  {row['step_ms']:7.3f} ms/step  "
+                f"accept {row['accept_length']:5.2f}  {row['tokens_per_second']:8.1f} tok/s  same {row['equal_to_plain']:.2f}",
+                flush=True,
+            )
 
     import torch
 
@@ -110,8 +140,8 @@ def main() -> None:
                 commit=commit,
                 command=" ".join(sys.argv),
                 prompt=PROMPT,
-                tokens=TOKENS,
-                weights="random",
+                tokens=args.tokens,
+                weights="real" if given else "random",
                 results=results,
             ),
             indent=1,

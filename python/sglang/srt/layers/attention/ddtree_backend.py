@@ -109,6 +109,7 @@ class TreeVerifyMixin:
         self.tree_static = dict(
             ancestors=torch.ones(max_num_tokens, self.tree_words, dtype=torch.int64, device=device),
             prefix_lens=torch.zeros(max_bs, dtype=torch.int32, device=device),
+            qo_indptr=torch.arange(max_bs + 1, dtype=torch.int32, device=device) * self.tree_rows,
         )
         if self.tree_mode == "native":
             self._verify_mask = None  # bs * N * (context + N) bytes that nothing reads
@@ -246,7 +247,9 @@ class TritonTreeVerify(TreeVerifyMixin):
         return self.forward_metadata.kv_indptr, self.forward_metadata.kv_indices
 
     def _qo_indptr(self, forward_batch, rows):
-        return self.forward_metadata.qo_indptr
+        if self.tree_static is None:
+            return self.forward_metadata.qo_indptr.int()
+        return self.tree_static["qo_indptr"][: forward_batch.batch_size + 1]
 
 
 class TorchNativeTreeVerify(TreeVerifyMixin):
