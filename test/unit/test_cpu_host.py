@@ -107,6 +107,14 @@ class TestHostKernels(CustomTestCase):
                 torch.tensor([0]), torch.tensor([4]), torch.tensor([1]), torch.tensor([1, 2])
             )
 
+    def test_new_slots_go_to_the_rows_and_positions_of_their_requests(self):
+        from sgl_kernel import assign_req_to_token_pool_cpu
+
+        table = torch.zeros(3, 6, dtype=torch.int32)
+        rows, starts, ends = torch.tensor([2, 0]), torch.tensor([1, 4]), torch.tensor([4, 6])
+        assign_req_to_token_pool_cpu(rows, table, starts, ends, torch.tensor([11, 12, 13, 21, 22]), 6)
+        self.assertEqual(table.tolist(), [[0, 0, 0, 0, 21, 22], [0] * 6, [0, 11, 12, 13, 0, 0]])
+
     def test_murmur_hash_against_the_published_algorithm(self):
         # Plain integers, block by block, as MurmurHash3_x86_32 is published (seed 0, 16 bytes).
         def rotate(x, r):

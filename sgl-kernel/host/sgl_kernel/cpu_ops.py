@@ -57,28 +57,21 @@ def copy_all_layer_kv_cache_cpu(
         layer[targets] = layer[sources]
 
 
-def assign_req_to_token_pool_cpu(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    pool_len: int,
-) -> None:
-    """Writes newly allocated slots into the request-to-token table.
+def assign_req_to_token_pool_cpu(rows, table, starts, ends, slots, width) -> None:
+    """Writes newly allocated slots into the request-to-token table. SGLang passes all by position.
 
     Args:
-        req_pool_indices: [n] integer, row of each request.
-        req_to_token: [rows, pool_len] int32, written in place.
-        start_offset, end_offset: [n] integer; request i gets positions start to end, in order.
-        out_cache_loc: [sum of (end - start)] integer, the slots, request after request.
-        pool_len: width of req_to_token.
+        rows: [n] integer tensor, the table's row of each request.
+        table: [rows, width] int32 tensor, written in place.
+        starts, ends: [n] integer tensors; request i gets positions start to end, in order.
+        slots: [sum of (end - start)] integer tensor, request after request.
+        width: of the table; known from it here.
 
     Source: the Triton kernel assign_req_to_token_pool of SGLang 0.5.23 does the same.
     """
     taken = 0
-    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist()):
-        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist()):
+        table[row, start:end] = slots[taken : taken + end - start].to(table.dtype)
         taken += end - start
 
 
