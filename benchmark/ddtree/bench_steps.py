@@ -77,7 +77,7 @@ def main() -> None:
     cuda = args.device == "cuda"
     plain = dict(model_path=args.model, device=args.device,
                  load_format="auto" if args.prompts else "dummy", max_total_tokens=16384,
-                 max_running_requests=16, mem_fraction_static=0.8 if cuda else 0.05, context_length=2048) | (
+                 max_running_requests=16, mem_fraction_static=0.8 if cuda else 0.5, context_length=2048) | (
         dict(dtype="bfloat16", attention_backend="triton", cuda_graph_max_bs_decode=16,
              cuda_graph_backend_prefill="disabled") if cuda else dict(dtype="float32")
     )  # fmt: skip
