@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TEST_GLOBS = ("test/**/test_*.py", "sgl-kernel/tests/test_*.py", "benchmark/**/test_*.py")
 # Each file of these suites runs in a process of its own: they start servers, or hold a device.
 SEPARATE_PROCESSES = ("e2e", "gpu")
+SUITES = ("unit", "kernel", "e2e", "gpu")
+CLOSING = re.compile(r"(?m)^.*\b(?:\d+ \w+|no tests ran)\b.* in \d+\.\d+s.*$")
 COUNTED = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
 
 
@@ -31,7 +33,8 @@ def collect() -> dict[str, list[tuple[Path, float]]]:
     """Returns suite -> [(file, estimated seconds)], from the files' own registrations.
 
     Raises:
-        ValueError: a test file registers nothing, or lacks a __main__ block; named in the text.
+        ValueError: a test file registers nothing or an unknown suite, is disabled, or lacks a __main__ block; named in
+            the text.
     """
     from sglang.test.ci.ci_register import HWBackend, collect_tests
 
@@ -40,6 +43,11 @@ def collect() -> dict[str, list[tuple[Path, float]]]:
     for registry in collect_tests(files, sanity_check=True):
         if registry.disabled is not None:
             raise ValueError(f"{registry.filename}: disabled tests hide failures; repair it or remove it.")
+        if registry.effective_suite not in SUITES:
+            raise ValueError(
+                f"{registry.filename}: suite: expected one of {', '.join(SUITES)}, got {registry.effective_suite}; no "
+                "run would include it."
+            )
         if registry.backend in (HWBackend.CPU, HWBackend.CUDA):
             suites.setdefault(registry.effective_suite, []).append(
                 (Path(registry.filename), registry.est_time)
@@ -62,7 +70,7 @@ class Tally(dict):
 
     def add(self, output: str, status: int, label: str) -> None:
         """Reads pytest's closing line; a run that fails without counting a failure counts as one."""
-        closing = output.strip().splitlines()[-1] if output.strip() else ""
+        closing = (CLOSING.findall(output) or [""])[-1]  # Python may warn of something after it
         counted = {"passed": 0, "failed": 0, "skipped": 0}
         for number, what in COUNTED.findall(closing):
             counted["failed" if what.startswith("error") else what] += int(number)
@@ -179,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"  {path.relative_to(ROOT)} ({seconds:.0f} s)")
         return 0
     if arguments.suite == "default":
-        names = [name for name in ("unit", "kernel", "e2e", "gpu") if name in suites]
+        names = [name for name in SUITES if name in suites]
         if not torch.cuda.is_available() and "gpu" in names:
             names.remove("gpu")
             print(f"Not run here, no CUDA device: {len(suites['gpu'])} file(s) of suite gpu.")

@@ -34,6 +34,15 @@ class TestTally(CustomTestCase):
         runs = (("3 passed, 1 skipped in 2.00s", 0), ("1 failed, 2 passed, 2 errors in 1.00s", 1))
         self.assertEqual(self.count(*runs), (5, 3, 1))
 
+    def test_what_python_says_after_the_count_does_not_hide_it(self):
+        late = "sys:1: DeprecationWarning: builtin type swigvarlink has no __module__ attribute"
+        self.assertEqual(
+            self.count((f"2 failed, 3 passed, 18 warnings in 86.30s (0:01:26)\n{late}", 1)), (3, 2, 0)
+        )
+        self.assertEqual(
+            self.count((f"=== 3 passed, 1 warning, 4 subtests passed in 1.30s ===\n{late}", 0)), (3, 0, 0)
+        )
+
     def test_a_crash_and_an_empty_run_are_failures(self):
         self.assertEqual(self.count(("Segmentation fault", -11)), (0, 1, 0))
         self.assertEqual(self.count(("no tests ran in 0.01s", 5)), (0, 1, 0))
@@ -56,6 +65,8 @@ class TestCollect(CustomTestCase):
             self.collect("import unittest\n")
         with self.assertRaisesRegex(ValueError, "missing `if __name__"):
             self.collect(REGISTERED.partition("\n")[0])
+        with self.assertRaisesRegex(ValueError, "suite: expected one of unit, .*, got units"):
+            self.collect(REGISTERED.replace('"unit"', '"units"'))
         with self.assertRaisesRegex(ValueError, "disabled tests hide failures"):
             self.collect(REGISTERED.replace('"unit"', '"unit", disabled="flaky"'))
 
