@@ -65,6 +65,24 @@ class ArgumentsTest(unittest.TestCase):
             self.assertEqual(backend.replay(4, SimpleNamespace(batch_size=3)), "out")
         self.assertEqual(backend._graph_diff.steps, 1)
 
+    def test_each_rank_writes_its_own_report(self):
+        distributed = graph_guard.torch.distributed
+        with mock.patch.object(distributed, "is_initialized", return_value=True):
+            with mock.patch.object(distributed, "get_world_size", return_value=1):
+                self.assertEqual(graph_guard._path_of_rank("a/races.json"), "a/races.json")
+            with (
+                mock.patch.object(distributed, "get_world_size", return_value=4),
+                mock.patch.object(distributed, "get_rank", return_value=2),
+            ):
+                self.assertEqual(graph_guard._path_of_rank("a/races.json"), "a/races.rank2.json")
+
+    def test_canary_leaves_draft_workers_alone(self):
+        backend = SimpleNamespace(model_runner=SimpleNamespace(is_draft_worker=True))
+        with mock.patch("sglang.srt.runtime_context.get_exec", lambda: flags(debug_graph_canary=4)):
+            with mock.patch.dict("os.environ", SGLANG_GRAPH_GUARD="0"):
+                graph_guard.guard_capture(lambda: None, backend, 4)
+        self.assertNotIn("_page_canary", vars(backend.model_runner))
+
     def test_canary_refuses_pools_that_others_fill(self):
         args = SimpleNamespace(enable_hierarchical_cache=True, disaggregation_mode="null")
         backend = SimpleNamespace(model_runner=SimpleNamespace())

@@ -7,6 +7,7 @@ docs/graph_safety.md.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -87,7 +88,7 @@ def _instruments(backend: Any, shape_key: Any) -> list[Callable]:
 
     flags = get_exec().graph
     instruments = []
-    if flags.debug_graph_diff:
+    if flags.debug_graph_diff and hasattr(backend, "replay"):
         instruments.append(_differential(flags.debug_graph_diff, backend, shape_key))
     if flags.debug_graph_canary is not None:
         _watch_pages(flags.debug_graph_canary, backend)
@@ -101,6 +102,7 @@ def _race_detector(path: str, backend: Any, shape_key: Any) -> Callable:
 
     from sglang.srt.model_executor.graph_guard.race_detector import RaceReport, detect_graph_races
 
+    path = _path_of_rank(path)
     global _race_report
     _race_report = report = _race_report or RaceReport()
 
@@ -119,6 +121,14 @@ def _race_detector(path: str, backend: Any, shape_key: Any) -> Callable:
             )
 
     return instrument
+
+
+def _path_of_rank(path: str) -> str:
+    """``path``, with the rank before its suffix where several processes would write to it."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return path
+    stem, suffix = os.path.splitext(path)
+    return f"{stem}.rank{torch.distributed.get_rank()}{suffix}"
 
 
 def _runner_of(backend: Any) -> Any:
@@ -158,7 +168,8 @@ def _watch_pages(every: int, backend: Any) -> None:
     from sglang.srt.runtime_context import get_server_args
 
     model_runner = _runner_of(backend).model_runner
-    if "_page_canary" in vars(model_runner):
+    # A draft model's own pool is small and its target's stores are the ones that requests share.
+    if "_page_canary" in vars(model_runner) or getattr(model_runner, "is_draft_worker", False):
         return
     args = get_server_args()
     if args.enable_hierarchical_cache or args.disaggregation_mode != "null":
