@@ -5,6 +5,7 @@ import tempfile
 import unittest
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from sglang.srt.arg_groups.overrides import resolved_view
@@ -191,6 +192,53 @@ class TestBlockMask(CustomTestCase):
                 seen = (words[:, bit // 64] >> (bit % 64)) & 1
                 expected = torch.ones(rows, rows, dtype=torch.int64)
                 self.assertTrue(torch.equal(seen, expected.tril() if causal else expected))
+
+
+class TestCoverage(CustomTestCase):
+    """What the tree ops do not cover is named; then verify falls back to the base backend, or is refused on a CPU."""
+
+    def reasons(
+        self, *, shape=(9, 3, 64, 64), kv=torch.bfloat16, device="cuda", dtype=torch.bfloat16, xai=-1
+    ):
+        from sglang.srt.layers.attention import ddtree_backend
+
+        layer = SimpleNamespace(
+            **dict(zip(("tp_q_head_num", "tp_k_head_num", "qk_head_dim", "v_head_dim"), shape)),
+            xai_temperature_len=xai,
+        )
+        runner = SimpleNamespace(model=None, device=device, dtype=dtype, kv_cache_dtype=kv)
+        with patch.object(ddtree_backend, "verify_layers", lambda model: [layer]):
+            return ddtree_backend.not_covered(runner)
+
+    def test_covered(self):
+        for options in ({}, {"shape": (16, 1, 576, 512)}, {"kv": torch.float8_e4m3fn}):
+            self.assertEqual(self.reasons(**options), [])
+        self.assertEqual(self.reasons(device="cpu", dtype=torch.float32, kv=torch.float32), [])
+
+    def test_not_covered(self):
+        for options, text in (
+            ({"shape": (9, 3, 80, 80)}, "80, 80"),
+            ({"shape": (9, 3, 192, 128)}, "192, 128"),
+            ({"kv": torch.float8_e5m2}, "float8_e5m2"),
+            ({"dtype": torch.float32, "kv": torch.float32}, "queries in torch.float32"),
+            ({"xai": 1024}, "temperature"),
+        ):
+            with self.subTest(text):
+                (reason,) = self.reasons(**options)
+                self.assertIn(text, reason)
+
+
+class TestDifference(CustomTestCase):
+    """Reading what a validating verify accumulated."""
+
+    def test_names_layer_and_request_and_skips_padding(self):
+        from sglang.srt.speculative.ddtree.metrics import Difference
+
+        table = torch.zeros(3, 5)
+        table[1, 0] = 9.0  # upstream pads a graph's batch with pool row 0
+        table[2, 4] = 0.5
+        found = Difference(table, {4: "request-a"})
+        self.assertEqual((found.value, found.layer, found.request), (0.5, 2, "request-a"))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,23 @@ def covers(shape: tuple[int, int, int, int]) -> bool:
     return shape[1:] == MLA_SHAPE or (d_qk == d_v and d_qk in GQA_HEAD_SIZES)
 
 
+def not_covered(runner) -> list[str]:
+    """What of a runner's target the tree ops cannot do; empty: they do it all."""
+    layers = verify_layers(runner.model)
+    reasons = [
+        f"attention of (heads, KV heads, d_qk, d_v) {shape}"
+        for shape in sorted({layer_shape(layer) for layer in layers if not covers(layer_shape(layer))})
+    ]
+    if any(layer.xai_temperature_len > 0 for layer in layers):
+        reasons.append("attention temperature by position")
+    on_cuda = torch.device(runner.device).type == "cuda"
+    if on_cuda and runner.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"queries in {runner.dtype}")
+    if runner.kv_cache_dtype not in (runner.dtype, torch.float8_e4m3fn):
+        reasons.append(f"a KV cache in {runner.kv_cache_dtype}")
+    return reasons
+
+
 def verify_layers(model) -> list[RadixAttention]:
     """The layers that a verify runs. An MLA layer has a second, unabsorbed one, for prefill only."""
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
@@ -128,6 +145,7 @@ class TreeVerifyMixin:
         if words is not None:  # none at capture
             ancestors[: words.shape[0]].copy_(words)
         self.tree_ancestors = ancestors
+        self.tree_qo_indptr = self.tree_static["qo_indptr"][: bs + 1]
         prefix_lens = self.tree_static["prefix_lens"][:bs]
         prefix_lens.copy_(forward_batch.seq_lens[:bs])
         self.tree_prefix_lens = prefix_lens
@@ -141,6 +159,10 @@ class TreeVerifyMixin:
         bs = forward_batch.batch_size
         self.tree_ancestors = getattr(spec_info, "ancestors", None)
         self.tree_prefix_lens = forward_batch.seq_lens.to(torch.int32)
+        rows = spec_info.draft_token_num
+        self.tree_qo_indptr = torch.arange(
+            0, (bs + 1) * rows, rows, dtype=torch.int32, device=self.tree_runner.device
+        )
         if self.tree_mode != "native":
             longest = self.tree_runner.model_config.context_len + self.tree_rows
             spec_info.custom_mask = torch.ones(
@@ -200,7 +222,7 @@ class TreeVerifyMixin:
         kv_indptr, kv_indices = self._prefix_slots()
         window = layer.sliding_window_size
         common = dict(
-            qo_indptr=self._qo_indptr(forward_batch, rows),
+            qo_indptr=self.tree_qo_indptr,
             kv_indptr=kv_indptr,
             kv_indices=kv_indices,
             prefix_lens=self.tree_prefix_lens,
@@ -246,11 +268,6 @@ class TritonTreeVerify(TreeVerifyMixin):
     def _prefix_slots(self):
         return self.forward_metadata.kv_indptr, self.forward_metadata.kv_indices
 
-    def _qo_indptr(self, forward_batch, rows):
-        if self.tree_static is None:
-            return self.forward_metadata.qo_indptr.int()
-        return self.tree_static["qo_indptr"][: forward_batch.batch_size + 1]
-
 
 class TorchNativeTreeVerify(TreeVerifyMixin):
     """Over upstream's torch backend on a CPU, which has no TARGET_VERIFY of its own. Serves the drafter's block too."""
@@ -268,9 +285,6 @@ class TorchNativeTreeVerify(TreeVerifyMixin):
     def _prefix_slots(self):
         return self.tree_kv_indptr, self.tree_kv_indices
 
-    def _qo_indptr(self, forward_batch, rows):
-        return torch.arange(0, (forward_batch.batch_size + 1) * rows, rows, dtype=torch.int32)
-
 
 def with_tree_verify(backend, runner, *, mode: str, rows: int):
     """A backend over the state of `backend` that runs TARGET_VERIFY as a tree; all else is as it was.
@@ -287,23 +301,17 @@ def with_tree_verify(backend, runner, *, mode: str, rows: int):
     Raises:
         ValueError: the backend is none that tree verify can be laid over, or nothing covers the model's attention.
     """
-    beyond = sorted(
-        shape for shape in set(map(layer_shape, verify_layers(runner.model))) if not covers(shape)
-    )
+    reasons = "; ".join(not_covered(runner))
     if isinstance(backend, TorchNativeAttnBackend):
         front = TorchNativeTreeVerify
-        if beyond:
+        if reasons:
             raise ValueError(
-                f"DDTREE: attention (heads, KV heads, d_qk, d_v): the tree ops do not cover {beyond}."
+                f"DDTREE: target model: expected attention that the tree ops cover, got {reasons}."
             )
     elif type(backend).__name__ == "TritonAttnBackend":  # its module needs Triton
         front = TritonTreeVerify
-        if beyond and mode != "triton":
-            logger.warning(
-                "DDTREE verifies on Triton: the tree ops do not cover attention (heads, KV heads, d_qk, d_v) "
-                "%s.",
-                beyond,
-            )
+        if reasons and mode != "triton":
+            logger.warning("DDTREE verifies on Triton: the tree ops do not cover %s.", reasons)
             mode = "triton"
     else:
         raise ValueError(
