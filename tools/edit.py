@@ -15,8 +15,8 @@ from .workspace import Workspace
 HEADER = "HEADER"  # the patch's header, beside the packages in the tree
 TEMPLATE = """\
 Description: what this adds, and why upstream's registries and hooks do not suffice
-Author: sglang-ddtree authors
-Forwarded: not-needed
+Author: The sglang-ddtree developers
+Forwarded: no
 Last-Update: {today}
 Seam:
 Calls: sglang.srt.our_module:function

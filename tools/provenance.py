@@ -71,7 +71,7 @@ def windows(lines: list[tuple[int, str]]):
 
 
 def tracked(root: Path) -> list[Path]:
-    """Files that git has or would take up; from an unpacked sdist, all files."""
+    """Files that git has or would take up. Raises Stop outside a git checkout."""
     done = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=root, capture_output=True
     )

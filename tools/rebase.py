@@ -86,8 +86,12 @@ def listed(pins: Pins, version: str, cache: Path) -> tuple[Pins, list[Wheel]]:
 
 
 def required_kernel(upstream: Release) -> str:
+    """The version of sglang-kernel that the release pins. Raises Stop if it pins none."""
     text = upstream.read(f"{upstream.dist_info}/METADATA").decode()
-    return re.search(r"(?m)^Requires-Dist: sglang-kernel==([^\s;]+)", text)[1]
+    found = re.search(r"(?m)^Requires-Dist: sglang-kernel==([^\s;]+)", text)
+    if not found:
+        raise Stop(f"the METADATA of {upstream.wheel.file} pins no sglang-kernel: adapt tools/rebase.py.")
+    return found[1]
 
 
 def prepare(series: Series, old: Release, new: Release, folder: Path) -> Workspace:
@@ -185,6 +189,8 @@ def rebase(
         say(f"new: {wheel.file} sha256 {wheel.sha256}: compare it with what upstream publishes")
     verdicts = triage(series, old, new)
     say("\n".join(map(str, verdicts)) or "no patches")
+    if resume and not (folder / ".git").exists():
+        raise Stop(f"{folder} holds no rebase to finish: run the command without --continue.")
     space = Workspace(folder) if resume else prepare(series, old, new, folder)
     if not resume:
         onto(space)

@@ -221,6 +221,11 @@ class TestSmallReleases(Rebase):
         self.assertIn("the package index has no sglang==9.9.9", said)
         self.assertEqual(self.snapshot(), before)
 
+    def test_nothing_to_continue(self):
+        self.release({"0.5.23": UPSTREAM, "0.6.0": UPSTREAM})
+        self.add()
+        self.stops("0.6.0", "--continue", says="build/rebase holds no rebase to finish")
+
     def test_the_pinned_one(self):
         self.stops("0.5.23", says="is at sglang 0.5.23 already")
 

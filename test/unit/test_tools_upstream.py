@@ -27,6 +27,12 @@ class TestPins(unittest.TestCase):
             self.assertRegex(wheel.sha256, "^[0-9a-f]{64}$")
             self.assertRegex(wheel.tag, "^manylinux_.*_x86_64$")
 
+    def test_the_stand_in_for_the_kernels_has_their_version(self):
+        version = f'"{Pins.load().kernel}+cpu"'
+        host = ROOT / "sgl-kernel" / "host"
+        self.assertIn(f"\nversion = {version}\n", (host / "pyproject.toml").read_text())
+        self.assertIn(f"\n__version__ = {version}\n", (host / "sgl_kernel" / "__init__.py").read_text())
+
     def test_a_python_upstream_has_no_wheel_for(self):
         with self.assertRaisesRegex(
             Stop, "no sglang .* wheel for cp399, only for: cp311, cp312; use such a Python"
