@@ -149,7 +149,7 @@ class TestReal(unittest.TestCase):
             self.assertEqual((digest, size), (f"sha256={want}", str(len(data))), name)
 
     def test_changes_nothing_but_what_the_patches_claim(self):
-        # With the plug-in off, what is left of us is the added lines: in these files and functions, and nowhere else.
+        # With ours off (docs/design.md) what is left is the added lines: in these files and functions, nowhere else.
         inside = {n for n in self.names if not n.startswith(self.info)}
         theirs = {n for n in self.upstream.entries if not n.startswith(self.upstream.dist_info)}
         self.assertEqual(theirs - inside, set())
