@@ -1,8 +1,11 @@
 """What `make install` and `make serve` refuse, and that a failure leaves the old environment usable."""
 
 import io
+import json
 import os
+import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +23,15 @@ from tools import demo_model, environment, serve
 register_cpu_ci(est_time=20, suite="unit")
 
 Usage = namedtuple("Usage", "total used free")
+# A server that says it is well, on the port that its argument names.
+HEALTHY = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
 SINGLE_SOURCES = ("upstream.toml", "pyproject.toml", "LICENSE", "NOTICE")
 # Sends the real pip to a port of this machine where nothing listens.
 NOWHERE = {
@@ -240,6 +252,39 @@ class TestServe(CustomTestCase):
             serve.check_model(f"{empty}/model.gguf")
         serve.check_model("Qwen/Qwen3-8B")
         serve.check_model("s3://bucket/folder/model")
+
+    def test_it_says_how_to_ask_once_the_server_answers(self):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        started, handlers = [], {}
+        popen = subprocess.Popen
+
+        def start(command):
+            started.append(command)
+            return popen([sys.executable, "-c", HEALTHY, str(port)])
+
+        class Said(io.StringIO):
+            def write(self, text):
+                if "Ask it" in text:  # then Ctrl-C
+                    handlers[signal.SIGINT](signal.SIGINT, None)
+                return super().write(text)
+
+        with (
+            tempfile.TemporaryDirectory() as model,
+            mock.patch.object(serve.subprocess, "Popen", start),
+            mock.patch.object(serve.signal, "signal", handlers.__setitem__),
+            mock.patch("sys.stdout", new_callable=Said) as said,
+        ):
+            Path(model, "config.json").touch()
+            self.assertEqual(serve.serve(model, "127.0.0.1", port, ["--tp-size", "2"]), 0)
+        self.assertEqual(started[0][1:3], ["-m", "sglang.launch_server"])
+        self.assertEqual(started[0][-2:], ["--tp-size", "2"])
+        (line,) = (line for line in said.getvalue().splitlines() if line.startswith("curl "))
+        words = shlex.split(line)
+        self.assertIn(f"http://127.0.0.1:{port}/v1/chat/completions", words)
+        body = json.loads(words[-1])
+        self.assertEqual((body["model"], body["messages"][0]["content"]), (model, serve.QUESTION))
 
     def test_command_ends_with_one_sentence_and_a_status(self):
         done = subprocess.run(
