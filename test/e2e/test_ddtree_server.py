@@ -1,0 +1,122 @@
+"""DDTREE behind HTTP on a CPU: n > 1, streaming, stop strings, a regex, refusals, and what /metrics shows."""
+
+import json
+import os
+import re
+import tempfile
+import unittest
+from pathlib import Path
+
+import requests
+from ddtree_host import write_models
+from sglang.srt.utils import kill_process_tree
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase, popen_launch_server
+
+register_cpu_ci(est_time=120, suite="e2e")
+
+PORT = int(os.environ.get("SGLANG_TEST_PORT", "21090")) + 7
+URL = f"http://127.0.0.1:{PORT}"
+PROMPT = [3, 10, 7, 12, 5, 9]
+
+
+class TestDDTreeServer(CustomTestCase):
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        target, drafter = write_models(Path(folder.name))
+        cls.process = popen_launch_server(
+            target,
+            URL,
+            timeout=400,
+            device="cpu",
+            other_args=[
+                "--speculative-algorithm",
+                "DDTREE",
+                "--speculative-draft-model-path",
+                drafter,
+                "--dtype",
+                "float32",
+                "--max-total-tokens",
+                "4096",
+                "--mem-fraction-static",
+                "0.1",
+                "--max-running-requests",
+                "8",
+                "--enable-metrics",
+                "--skip-server-warmup",
+            ],  # fmt: skip
+        )
+        cls.addClassCleanup(kill_process_tree, cls.process.pid)
+
+    def generate(self, **body):
+        sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True} | body.pop(
+            "sampling_params", {}
+        )
+        return requests.post(
+            f"{URL}/generate", json={"input_ids": PROMPT, "sampling_params": sampling} | body, timeout=300
+        )
+
+    def test_n(self):
+        answers = self.generate(sampling_params={"n": 3, "temperature": 0}).json()
+        self.assertEqual(len(answers), 3)
+        self.assertEqual(len({tuple(answer["output_ids"]) for answer in answers}), 1)
+
+    def test_stream_is_the_answer(self):
+        whole = self.generate().json()
+        self.assertEqual(whole["meta_info"]["completion_tokens"], 40)
+        last = None
+        for line in self.generate(stream=True).iter_lines():
+            if line.startswith(b"data: {"):
+                last = json.loads(line[6:])
+        self.assertEqual(last["text"], whole["text"])
+
+    def test_stop_string(self):
+        whole = self.generate().json()["text"]
+        stop = whole[12]
+        stopped = self.generate(sampling_params={"stop": [stop]}).json()["text"]
+        self.assertEqual(stopped, whole[: whole.index(stop)])
+
+    def test_regex(self):
+        text = self.generate(sampling_params={"regex": r"\[[01]{5}\]", "ignore_eos": False}).json()["text"]
+        self.assertRegex(text, r"^\[[01]{5}\]$")
+
+    def test_json_schema(self):
+        schema = json.dumps(
+            {
+                "type": "object",
+                "properties": {"a": {"enum": [0, 1]}},
+                "required": ["a"],
+                "additionalProperties": False,
+            }
+        )
+        answer = self.generate(sampling_params={"json_schema": schema, "ignore_eos": False}).json()
+        self.assertIn(json.loads(answer["text"]), ({"a": 0}, {"a": 1}))
+
+    def test_a_request_it_cannot_answer_exactly_is_refused(self):
+        answer = self.generate(sampling_params={"frequency_penalty": 0.5})
+        self.assertEqual(answer.status_code, 400)
+        self.assertIn("DDTREE does not support frequency_penalty", answer.text)
+        self.assertEqual(self.generate().status_code, 200)
+
+    def test_metrics(self):
+        self.generate()
+        text = requests.get(f"{URL}/metrics", timeout=60).text
+        value = {
+            name: sum(
+                float(v)
+                for v in re.findall(rf"^sglang:ddtree_{name}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.M)
+            )
+            for name in ("accept_length_count", "accept_length_sum", "accepted_nodes_total", "tree_rows")
+        }
+        self.assertEqual(value["tree_rows"], 32)
+        self.assertGreater(value["accept_length_count"], 0)
+        # each step emits its accepted nodes and one more token
+        self.assertEqual(
+            value["accept_length_sum"], value["accepted_nodes_total"] + value["accept_length_count"]
+        )
+
+
+if __name__ == "__main__":
+    unittest.main()
