@@ -60,7 +60,7 @@ class TestRealReleases(Rebase):
     def setUp(self):
         super().setUp()
         shutil.rmtree(self.cache)
-        self.cache.parent.mkdir(exist_ok=True)
+        cache_dir().mkdir(parents=True, exist_ok=True)
         self.cache.symlink_to(cache_dir(), target_is_directory=True)
         pins = Pins.load()
         python = "cp%d%d" % sys.version_info[:2]
