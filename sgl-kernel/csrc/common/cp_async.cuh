@@ -1,9 +1,13 @@
 // cp.async (sm_80 and later): 16-byte copies from global to shared memory that bypass registers.
 #pragma once
 
-#include "shared_memory.cuh"
+#include <cstdint>
 
 namespace ddtree {
+
+__device__ __forceinline__ uint32_t smem_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
 
 // Copies 16 bytes, or writes 16 zero bytes without reading `src` when !valid: masked-out tokens must be zero, since
 // their V is multiplied by a zero probability and 0 * NaN is NaN.
@@ -13,13 +17,6 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, bool 
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-__device__ __forceinline__ void cp_async_4(uint32_t dst, const void* src, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(valid ? 4 : 0) : "memory");
-}
-
-// Waits for all of this thread's copies, committed or not.
-__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Waits until at most kPending of this thread's groups are in flight.
 template <int kPending>

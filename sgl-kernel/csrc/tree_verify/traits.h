@@ -1,12 +1,10 @@
 // Compile-time shape of the partial kernels: tile sizes, warp layout, shared memory.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "plan.h"
-
-struct __half;  // cuda_fp16.h, which a host without CUDA that reads these shapes lacks
 
 namespace ddtree {
 
@@ -18,10 +16,7 @@ constexpr int kRowPad = 16;               // bytes; makes the eight rows that on
 template <typename T, bool kFp8_, int kD_, int kTileM_>
 struct GqaTraits {
   using Element = T;
-  // fp8 KV is converted to fp16, which takes a quarter of the instructions that bf16 takes. bf16 Q is then scaled by a
-  // power of two a row, exactly, to fit fp16's range.
-  using Mma = std::conditional_t<kFp8_, __half, T>;
-  static constexpr bool kFp8 = kFp8_, kScaleQ = !std::is_same_v<Mma, T>;
+  static constexpr bool kFp8 = kFp8_;
   static constexpr int kD = kD_, kTileM = kTileM_;
   static constexpr int kWarpsM = kTileM == 16 ? 1 : 4;
   static constexpr int kWarpsN = kTileM > 16 ? 1 : (kD <= 128 ? 4 : 2);
@@ -36,7 +31,7 @@ struct GqaTraits {
   static constexpr int kStageBytes = kFp8 ? 2 * kTileN * kD : kTileBytes;
   // Q lives in registers, or here where 128 rows of 128 dimensions leave none.
   static constexpr bool kQShared = kTileM == 128 && kD == 128;
-  static constexpr int kQBytes = kQShared ? kTileM * (kPitch + 4) : 0;   // and a row's scale
+  static constexpr int kQBytes = kQShared ? kTileM * kPitch : 0;
   static constexpr int kFixedBytes = kQBytes + (kFp8 ? kTileBytes : 0);  // fp8 stages become one 16-bit tile
   static constexpr int kBudget = kTileM == 128 ? kMaxSharedMemory : 75 * 1024;  // 75 KiB: three blocks share sm_90
   static constexpr int kStages = (kBudget - kFixedBytes) / kStageBytes >= 4   ? 4
@@ -48,38 +43,27 @@ struct GqaTraits {
   static_assert(kSharedBytes <= kMaxSharedMemory);
 };
 
-// One latent tile serves as K and as V. Two groups of four warps take 32 of the 64 rows each and run half a tile apart,
-// one on the tensor cores while the other is in its softmax. Within a group, warp w sums a quarter of the 576 dimensions
-// of S (its Q is in registers), finishes 8 rows of it, and owns 128 of the 512 value dimensions of O.
+// One latent tile serves as K and as V. Eight warps: for S, warp w takes rows 16 (w % 4) and half w / 4 of the 576
+// dimensions, with its Q in registers; for O, all 64 rows and 64 of the 512 value dimensions.
 template <typename T, bool kFp8_>
 struct MlaTraits {
   using Element = T;
   static constexpr bool kFp8 = kFp8_;
-  static constexpr int kTileM = kMlaTileM, kGroups = 2, kGroupM = kTileM / kGroups;
-  static constexpr int kTileN = kFp8 ? 16 : 32;          // fp8 needs room for tiles before conversion
-  static constexpr int kRounds = kTileN / 16;            // of 16 tokens, for S
-  static constexpr int kGroupThreads = 128, kThreads = kGroups * kGroupThreads;
-  static constexpr int kWarpK = kMlaQkDim / 4, kSteps = kWarpK / 16;
-  static constexpr int kWarpV = kMlaVDim / 4;
+  static constexpr int kTileM = kMlaTileM, kTileN = 32, kWarps = 8, kThreads = 256;
+  static constexpr int kHalf = kMlaQkDim / 2;                  // dimensions of S a warp sums
+  static constexpr int kSteps = kHalf / 16;
+  static constexpr int kWarpV = kMlaVDim / kWarps;             // value dimensions a warp owns
   static constexpr int kPitch = kMlaQkDim * 2 + kRowPad;
-  static constexpr int kStageBytes = kTileN * kPitch;
-  static constexpr int kStages = kFp8 ? 3 : 2;
-  static constexpr int kFp8Bytes = kFp8 ? kTileN * kMlaQkDim : 0;  // a group's tile before conversion
+  static constexpr int kTileBytes = kTileN * kPitch;
+  static constexpr int kStageBytes = kFp8 ? kTileN * kMlaQkDim : kTileBytes;
+  static constexpr int kStages = kFp8 ? 1 : 2;
+  static constexpr int kPipeBytes = (kFp8 ? kTileBytes : 0) + kStages * kStageBytes;
+  static constexpr int kExchangeBytes = kWarps * 32 * 16 * 4;  // a warp's half sums of S
   static constexpr int kPitchP = kTileN * 2 + kRowPad;
-  static constexpr int kPartBytes = kRounds * 32 * 16;   // 8 rows of S from one warp to another
-  static constexpr int kRegionBytes = 3 * kPartBytes;    // what a warp receives; then its 8 rows of P
-  static_assert(8 * kPitchP <= kRegionBytes);
-  // A group's own memory: the exchange's four regions, rescale factors and flags, slots.
-  static constexpr int kRescaleOffset = 4 * kRegionBytes;                // [kGroupM] float
-  static constexpr int kFlagOffset = kRescaleOffset + kGroupM * 4;       // [4] int
-  static constexpr int kSlotOffset = kFlagOffset + 4 * 4;                // [kTileN] int
-  static constexpr int kGroupBytes = kSlotOffset + kTileN * 4;
-  // Shared memory: the ring, the groups' tiles before conversion, the groups' own memory, barriers.
-  static constexpr int kFp8Offset = kStages * kStageBytes;
-  static constexpr int kGroupOffset = kFp8Offset + kGroups * kFp8Bytes;
-  static constexpr int kBarrierOffset = kGroupOffset + kGroups * kGroupBytes;  // full, empty: [kStages] each
-  static constexpr int kSharedBytes = kBarrierOffset + 2 * kStages * 8;
-  static_assert(kSharedBytes <= kMaxSharedMemory - 64);                           // 64: the work item
+  static constexpr int kProbBytes = kTileM * kPitchP;
+  static constexpr int kRescaleOffset = kPipeBytes + kExchangeBytes + kProbBytes;
+  static constexpr int kSharedBytes = kRescaleOffset + kTileM * 4 + 4 * 4;
+  static_assert(kSharedBytes <= kMaxSharedMemory);
 };
 
 }  // namespace ddtree

@@ -12,14 +12,10 @@ __device__ __forceinline__ int node_depth(const uint64_t* ancestors, int words) 
   return bits - 1;
 }
 
-// The tokens between which tiles need no mask: those that end by the prefix and start after the window's edge for the
-// deepest row.
-struct UnmaskedRange {
-  int first, last;  // a tile of `width` tokens from t needs none if first <= t <= last
-  __device__ __forceinline__ UnmaskedRange(const TreeVerifyParams& p, const Request& q, int width)
-      : first(p.sliding_window < 0 ? 0 : q.prefix + q.rows - 1 - p.sliding_window), last(q.prefix - width) {}
-  __device__ __forceinline__ bool contains(int token) const { return token >= first && token <= last; }
-};
+// Whether tokens [begin, begin + width) of this request need tree_mask.
+__device__ __forceinline__ bool needs_mask(const Request& q, int window, int begin, int width) {
+  return begin + width > q.prefix || (window >= 0 && begin < q.prefix + q.rows - 1 - window);
+}
 
 // Bit j: row `row` of the request attends to token begin + j. Rows past the end attend to nothing.
 __device__ inline uint32_t tree_mask(const TreeVerifyParams& p, const Request& q, int row, int begin) {
@@ -56,15 +52,14 @@ __device__ inline uint32_t tree_mask(const TreeVerifyParams& p, const Request& q
   return mask;
 }
 
-// Where the pool slot of a token is stored: int64 indices are read as their low words, a pool has fewer than 2^31 slots.
-__device__ __forceinline__ const int32_t* token_slot(const TreeVerifyParams& p, const Request& q, int64_t kv_start,
-                                                     int token) {
+// Pool slot of a token: int64 indices are read as their low words, a pool has fewer than 2^31 slots.
+__device__ __forceinline__ int token_slot(const TreeVerifyParams& p, const Request& q, int64_t kv_start, int token) {
   if (token < q.prefix) {
     const int64_t i = kv_start + token;
-    return static_cast<const int32_t*>(p.kv_indices) + (p.kv_indices_is_64 ? 2 * i : i);
+    return static_cast<const int32_t*>(p.kv_indices)[p.kv_indices_is_64 ? 2 * i : i];
   }
   const int64_t i = int64_t(q.row0) + token - q.prefix;
-  return static_cast<const int32_t*>(p.tree_slots) + (p.tree_slots_is_64 ? 2 * i : i);
+  return static_cast<const int32_t*>(p.tree_slots)[p.tree_slots_is_64 ? 2 * i : i];
 }
 
 }  // namespace ddtree
