@@ -19,8 +19,8 @@ __device__ __forceinline__ float load_scale(const float* scale) { return scale ?
 // One packed row m = row * heads + head of a KV head, in the registers of the lanes that share it.
 template <typename T>
 struct RowWriter {
-  T* out;            // nullptr: no such row, or a partial
-  float* partial;    // nullptr: no such row, or final
+  T* out;          // nullptr: no such row, or a partial
+  float* partial;  // nullptr: no such row, or final
   float scale;
 
   // `leader`: the one lane that writes the LSE.

@@ -4,8 +4,8 @@
 // for the `heads` query heads that share the KV head, so KV is read once a KV head and M tile.
 // Pipeline: Q lives in registers; K and V tiles of kTileN tokens pass through a ring of kStages stages filled by
 // cp.async, gathered by slot. fp8 stages are converted to one 16-bit tile by the threads that copied the bytes.
-// Synchronization: cp.async.wait_group makes a thread's own copies visible to it, the barrier after it to the block. The
-// same barrier proves that every warp is done with the previous tile, so the stage refilled right after it (and the
+// Synchronization: cp.async.wait_group makes a thread's own copies visible to it, the barrier after it to the block.
+// The same barrier proves that every warp is done with the previous tile, so the stage refilled right after it (and the
 // converted tile) is free.
 #pragma once
 
@@ -67,7 +67,8 @@ __device__ __forceinline__ void gqa_convert_tile(const char* stage, char* tile) 
 }
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks) gqa_partial_kernel(const __grid_constant__ TreeVerifyParams p) {
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
+    gqa_partial_kernel(const __grid_constant__ TreeVerifyParams p) {
   using T = typename Traits::Element;
   constexpr int kD = Traits::kD, kFragsM = Traits::kFragsM, kFragsN = Traits::kWarpTokens / 8;
   constexpr int kStages = Traits::kStages, kTileN = Traits::kTileN, kPitch = Traits::kPitch;
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks) gqa_part
       }
     }
 
-if (logit_scale.cap != 0.f) {
+    if (logit_scale.cap != 0.f) {
 #pragma unroll
       for (int f = 0; f < kFragsM; ++f) {
 #pragma unroll
@@ -285,16 +286,15 @@ if (logit_scale.cap != 0.f) {
         const int m = warp_row0 + f * 16 + half * 8 + lane / 4;
         const RowWriter<T> writer(p, work, blockIdx.x, kv_head, m, row_max[f][half], row_sum[f][half], lane % 4 == 0);
 #pragma unroll
-        for (int d = 0; d < kD / 8; ++d)
-          writer.store2(d * 8 + lane % 4 * 2, o[f][d][half * 2], o[f][d][half * 2 + 1]);
+        for (int d = 0; d < kD / 8; ++d) writer.store2(d * 8 + lane % 4 * 2, o[f][d][half * 2], o[f][d][half * 2 + 1]);
       }
     }
   } else {
     // Merge the warps' accumulators, each relative to its own maximum, in a fixed order.
     constexpr int kWarpsN = Traits::kWarpsN;
-    float* maxima = reinterpret_cast<float*>(smem);       // [kWarpsN, 16]
-    float* sums = maxima + kWarpsN * 16;                  // [kWarpsN, 16]
-    float* outputs = sums + kWarpsN * 16;                 // [kWarpsN, 16, kD]
+    float* maxima = reinterpret_cast<float*>(smem);  // [kWarpsN, 16]
+    float* sums = maxima + kWarpsN * 16;             // [kWarpsN, 16]
+    float* outputs = sums + kWarpsN * 16;            // [kWarpsN, 16, kD]
     cp_async_wait<0>();
     __syncthreads();  // the ring is dead from here on
 #pragma unroll

@@ -18,8 +18,9 @@ namespace {
 // Limits of the grid (y) and of the combine kernel's shared memory.
 bool is_valid(const TreeVerifyParams& p) {
   return p.b >= 0 && p.total_rows >= 0 && p.h_kv > 0 && p.h_q > 0 && p.h_q % p.h_kv == 0 && p.max_rows >= 1 &&
-         p.max_rows <= kMaxTreeRows && p.num_splits >= 1 && p.sm_scale > 0.f && int64_t(p.b) * p.num_splits <= kMaxWorkItems &&
-         p.workspace_bytes >= workspace_bytes(p) && int64_t(p.h_kv) * packed_rows(p.max_rows, p.h_q, p.h_kv) <= 65535 * 16;
+         p.max_rows <= kMaxTreeRows && p.num_splits >= 1 && p.sm_scale > 0.f &&
+         int64_t(p.b) * p.num_splits <= kMaxWorkItems && p.workspace_bytes >= workspace_bytes(p) &&
+         int64_t(p.h_kv) * packed_rows(p.max_rows, p.h_q, p.h_kv) <= 65535 * 16;
 }
 
 template <typename T, bool kFp8>
@@ -52,7 +53,8 @@ cudaError_t dispatch_types(const TreeVerifyParams& p, F f) {
 cudaError_t launch_gqa(const TreeVerifyParams& p, cudaStream_t stream) {
   if (!is_valid(p)) return cudaErrorInvalidValue;
   if (p.b == 0 || p.total_rows == 0) return cudaSuccess;
-  return dispatch_types(p, [&](auto t, auto fp8) { return dispatch_gqa<decltype(t), decltype(fp8)::value>(p, stream); });
+  return dispatch_types(p,
+                        [&](auto t, auto fp8) { return dispatch_gqa<decltype(t), decltype(fp8)::value>(p, stream); });
 }
 
 cudaError_t launch_mla(const TreeVerifyParams& p, cudaStream_t stream) {

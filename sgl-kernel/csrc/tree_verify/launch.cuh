@@ -8,10 +8,10 @@
 
 namespace ddtree {
 
-#define DDTREE_RETURN_IF_FAILED(expr)              \
-  do {                                             \
-    const cudaError_t status_ = (expr);            \
-    if (status_ != cudaSuccess) return status_;    \
+#define DDTREE_RETURN_IF_FAILED(expr)           \
+  do {                                          \
+    const cudaError_t status_ = (expr);         \
+    if (status_ != cudaSuccess) return status_; \
   } while (0)
 
 template <typename Kernel>
@@ -25,8 +25,7 @@ cudaError_t launch_partial(Kernel kernel, const TreeVerifyParams& p, int blocks_
 template <typename T, int kD>
 cudaError_t launch_combine(const TreeVerifyParams& p, cudaStream_t stream) {
   if (p.num_splits == 1) return cudaSuccess;
-  combine_kernel<T, kD>
-      <<<dim3(p.total_rows, p.h_q), kCombineThreads, p.b * p.num_splits * sizeof(float), stream>>>(p);
+  combine_kernel<T, kD><<<dim3(p.total_rows, p.h_q), kCombineThreads, p.b * p.num_splits * sizeof(float), stream>>>(p);
   return cudaGetLastError();
 }
 
@@ -34,8 +33,8 @@ template <typename T, bool kFp8, int kD, int kTileM>
 cudaError_t launch_gqa_tile(const TreeVerifyParams& p, cudaStream_t stream) {
   using Traits = GqaTraits<T, kFp8, kD, kTileM>;
   const int m_tiles = (packed_rows(p.max_rows, p.h_q, p.h_kv) + kTileM - 1) / kTileM;
-  DDTREE_RETURN_IF_FAILED(launch_partial(gqa_partial_kernel<Traits>, p, p.h_kv * m_tiles, Traits::kThreads,
-                                         Traits::kSharedBytes, stream));
+  DDTREE_RETURN_IF_FAILED(
+      launch_partial(gqa_partial_kernel<Traits>, p, p.h_kv * m_tiles, Traits::kThreads, Traits::kSharedBytes, stream));
   return launch_combine<T, kD>(p, stream);
 }
 
@@ -54,8 +53,8 @@ template <typename T, bool kFp8>
 cudaError_t launch_mla_typed(const TreeVerifyParams& p, cudaStream_t stream) {
   using Traits = MlaTraits<T, kFp8>;
   const int m_tiles = (p.max_rows * p.h_q + Traits::kTileM - 1) / Traits::kTileM;
-  DDTREE_RETURN_IF_FAILED(launch_partial(mla_partial_kernel<Traits>, p, m_tiles, Traits::kThreads,
-                                         Traits::kSharedBytes, stream));
+  DDTREE_RETURN_IF_FAILED(
+      launch_partial(mla_partial_kernel<Traits>, p, m_tiles, Traits::kThreads, Traits::kSharedBytes, stream));
   return launch_combine<T, kMlaVDim>(p, stream);
 }
 

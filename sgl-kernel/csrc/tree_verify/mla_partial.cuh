@@ -6,12 +6,12 @@
 //   S: warp w sums rows 16 (w % 4) .. + 16 over half w / 4 of the dimensions; the two halves are exchanged through
 //      shared memory, both warps of the pair then hold the same S and each turns 16 of the 32 tokens into P.
 //   O: warp w owns value dimensions 64 w .. + 64 of all 64 rows, so that V is read from shared memory once.
-// The running maximum is raised only when a tile exceeds it by more than 2^8 (P stays below 2^8, in range for fp16): the
-// accumulators are then rarely rescaled.
-// Synchronization, a tile: (1) wait for own copies, barrier: the tile is visible, and every warp is done with the O of
-// the previous one, so its buffer, P and the rescale factors are free. (2) a barrier of the two warps of a pair between
-// writing and reading the exchange; its next write comes after barrier (3). (3) barrier: P is complete.
-// fp8: a barrier before (1) frees the 16-bit tile, then each thread converts the bytes that it copied itself.
+// The running maximum is raised only when a tile exceeds it by more than 2^8 (P stays below 2^8, in range for fp16):
+// the accumulators are then rarely rescaled. Synchronization, a tile: (1) wait for own copies, barrier: the tile is
+// visible, and every warp is done with the O of the previous one, so its buffer, P and the rescale factors are free.
+// (2) a barrier of the two warps of a pair between writing and reading the exchange; its next write comes after barrier
+// (3). (3) barrier: P is complete. fp8: a barrier before (1) frees the 16-bit tile, then each thread converts the bytes
+// that it copied itself.
 #pragma once
 
 #include "../common/cp_async.cuh"
@@ -31,8 +31,7 @@ __device__ __forceinline__ void mla_load_tile(const TreeVerifyParams& p, uint32_
   constexpr int kPitch = Traits::kFp8 ? kMlaQkDim : Traits::kPitch;
   const int row = threadIdx.x / 8, part = threadIdx.x % 8;
   const bool valid = slot >= 0;
-  const char* from =
-      static_cast<const char*>(p.k_cache) + (valid ? slot : 0) * p.k_stride_slot * kBytes + part * 16;
+  const char* from = static_cast<const char*>(p.k_cache) + (valid ? slot : 0) * p.k_stride_slot * kBytes + part * 16;
   const uint32_t to = stage + row * kPitch + part * 16;
 #pragma unroll
   for (int i = 0; i < (kChunks + 7) / 8; ++i)
@@ -61,9 +60,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
   constexpr int kPitch = Traits::kPitch, kTileN = Traits::kTileN, kSteps = Traits::kSteps;
   constexpr int kFragsV = Traits::kWarpV / 8;
   extern __shared__ __align__(16) char smem[];
-  char* const fp8_stage = smem + Traits::kTileBytes;  // fp8 only
-  float4* const exchange = reinterpret_cast<float4*>(smem + Traits::kPipeBytes);  // [warp, 4, lane]
-  char* const probs = smem + Traits::kPipeBytes + Traits::kExchangeBytes;         // [kTileM, kPitchP bytes]
+  char* const fp8_stage = smem + Traits::kTileBytes;                               // fp8 only
+  float4* const exchange = reinterpret_cast<float4*>(smem + Traits::kPipeBytes);   // [warp, 4, lane]
+  char* const probs = smem + Traits::kPipeBytes + Traits::kExchangeBytes;          // [kTileM, kPitchP bytes]
   float* const rescale = reinterpret_cast<float*>(smem + Traits::kRescaleOffset);  // [kTileM]
   int* const rescale_any = reinterpret_cast<int*>(rescale + Traits::kTileM);       // [4], a group of 16 rows
 
@@ -97,8 +96,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
   for (int half = 0; half < 2; ++half) {
     const int m = m0 + group * 16 + half * 8 + lane / 4, row = m / p.h_q;
     const bool exists = row < request.rows;
-    const T* q = static_cast<const T*>(p.q) + (request.row0 + int64_t(row)) * p.q_stride_t +
-                 m % p.h_q * p.q_stride_h + half_k * Traits::kHalf + lane % 4 * 2;
+    const T* q = static_cast<const T*>(p.q) + (request.row0 + int64_t(row)) * p.q_stride_t + m % p.h_q * p.q_stride_h +
+                 half_k * Traits::kHalf + lane % 4 * 2;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       q_frag[k][half] = exists ? *reinterpret_cast<const uint32_t*>(q + k * 16) : 0;
@@ -106,7 +105,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
     }
   }
 
-  const LogitScale logit_scale = make_logit_scale(p.sm_scale, load_scale(p.k_scale), p.logit_cap);
+  LogitScale scale = make_logit_scale(p.sm_scale, load_scale(p.k_scale), p.logit_cap);
+  if (scale.cap == 0.f) scale.in = scale.factor;  // one factor to keep in a register
+  auto logit_scale = [&](float s) { return scale.cap == 0.f ? s * scale.in : scale.capped(s); };
   float o[4][kFragsV][4], row_max[2] = {neg_inf(), neg_inf()}, row_sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int f = 0; f < 4; ++f) {
@@ -114,10 +115,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
     for (int d = 0; d < kFragsV; ++d) o[f][d][0] = o[f][d][1] = o[f][d][2] = o[f][d][3] = 0.f;
   }
 
-  const uint32_t k_lane =
-      ((lane & 7) + (lane >> 4) * 8) * kPitch + half_k * Traits::kHalf * 2 + (lane >> 3 & 1) * 16;
-  const uint32_t v_lane =
-      ((lane & 7) + (lane >> 3 & 1) * 8) * kPitch + warp * Traits::kWarpV * 2 + (lane >> 4) * 16;
+  const uint32_t k_lane = ((lane & 7) + (lane >> 4) * 8) * kPitch + half_k * Traits::kHalf * 2 + (lane >> 3 & 1) * 16;
+  const uint32_t v_lane = ((lane & 7) + (lane >> 3 & 1) * 8) * kPitch + warp * Traits::kWarpV * 2 + (lane >> 4) * 16;
   const uint32_t p_lane = smem_address(probs) + (lane & 15) * Traits::kPitchP + (lane >> 4) * 16;
 
   for (int j = 0; j < tiles; ++j) {
@@ -152,8 +151,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
 
     // Sum of the two halves of the dimensions. Addition commutes, so both warps of the pair get the same bits.
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
-      exchange[(warp * 4 + n) * 32 + lane] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
+    for (int n = 0; n < 4; ++n) exchange[(warp * 4 + n) * 32 + lane] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
     asm volatile("bar.sync %0, 64;" ::"r"(1 + group) : "memory");
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -213,8 +211,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
       if (rescale_any[f]) {
         const float low = rescale[f * 16 + lane / 4], high = rescale[f * 16 + 8 + lane / 4];
 #pragma unroll
-        for (int d = 0; d < kFragsV; ++d)
-          o[f][d][0] *= low, o[f][d][1] *= low, o[f][d][2] *= high, o[f][d][3] *= high;
+        for (int d = 0; d < kFragsV; ++d) o[f][d][0] *= low, o[f][d][1] *= low, o[f][d][2] *= high, o[f][d][3] *= high;
       }
     }
 #pragma unroll

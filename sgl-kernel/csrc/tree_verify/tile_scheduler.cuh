@@ -12,9 +12,9 @@ namespace ddtree {
 constexpr int kChunkGranule = 64;  // a multiple of every KV tile
 
 struct Request {
-  int row0, rows;     // its tree rows in q
-  int prefix;         // tokens before the tree
-  int kv_begin;       // first token any row attends to: the sliding window of the root, which reaches back furthest
+  int row0, rows;  // its tree rows in q
+  int prefix;      // tokens before the tree
+  int kv_begin;    // first token any row attends to: the sliding window of the root, which reaches back furthest
   __device__ __forceinline__ int tokens() const { return rows > 0 ? prefix + rows - kv_begin : 0; }
 };
 
@@ -57,9 +57,9 @@ __device__ inline int chunk_tokens(const TreeVerifyParams& p) {
 
 struct WorkItem {
   Request request;
-  int index;              // of the request; -1: nothing to do
-  int num_chunks;         // of the request; 1: write the output directly
-  int begin, end;         // tokens [begin, end): < prefix is the prefix, the rest the tree
+  int index;       // of the request; -1: nothing to do
+  int num_chunks;  // of the request; 1: write the output directly
+  int begin, end;  // tokens [begin, end): < prefix is the prefix, the rest the tree
 };
 
 // Warp-collective: the chunk that work item `item` stands for.
