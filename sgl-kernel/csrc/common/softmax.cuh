@@ -32,14 +32,21 @@ __device__ __forceinline__ float quad_sum(float v) {
 struct LogitScale {
   float factor, in, cap;  // cap == 0: none
 
+  // For kInOnly: both cases through `in`, one register less to keep.
+  __device__ __forceinline__ float operator()(float s) const {
+    if (cap == 0.f) return s * in;
+    return capped(s);
+  }
+
   __device__ __forceinline__ float capped(float s) const {
     return cap - __fdividef(2.f * cap, 1.f + fast_exp2(s * in));
   }
 };
 
+template <bool kInOnly = false>
 __device__ __forceinline__ LogitScale make_logit_scale(float sm_scale, float k_scale, float logit_cap) {
   if (logit_cap > 0.f) return {1.f, 2.f * kLog2E * sm_scale * k_scale / logit_cap, logit_cap * kLog2E};
-  return {sm_scale * k_scale * kLog2E, 0.f, 0.f};
+  return {sm_scale * k_scale * kLog2E, kInOnly ? sm_scale * k_scale * kLog2E : 0.f, 0.f};
 }
 
 // The running maximum is raised only when a tile exceeds it by more than 2^8 (probabilities stay below 2^8, in range

@@ -105,9 +105,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
     }
   }
 
-  LogitScale scale = make_logit_scale(p.sm_scale, load_scale(p.k_scale), p.logit_cap);
-  if (scale.cap == 0.f) scale.in = scale.factor;  // one factor to keep in a register
-  auto logit_scale = [&](float s) { return scale.cap == 0.f ? s * scale.in : scale.capped(s); };
+  const LogitScale logit_scale = make_logit_scale<true>(p.sm_scale, load_scale(p.k_scale), p.logit_cap);
   float o[4][kFragsV][4], row_max[2] = {neg_inf(), neg_inf()}, row_sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int f = 0; f < 4; ++f) {
