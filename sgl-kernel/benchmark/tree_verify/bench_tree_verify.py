@@ -14,11 +14,9 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Optional
 
 import torch
 import triton
-
 from sgl_kernel.ddtree import verify_gqa, verify_mla, verify_workspace
 
 HERE = Path(__file__).resolve().parent
@@ -58,14 +56,28 @@ def gqa(h_q, h_kv, b, n, length, d=128):
 
 
 BASELINE = [  # timed beside upstream's kernel
-    mla(8, 1, 16, 4096), mla(8, 1, 64, 32768), mla(8, 1, 16, 131072), mla(8, 8, 64, 8192), mla(8, 32, 16, 4096),
-    mla(64, 1, 64, 32768), mla(64, 8, 64, 8192), mla(64, 32, 16, 4096),
-    gqa(32, 8, 1, 16, 4096), gqa(32, 8, 1, 64, 32768), gqa(32, 8, 1, 16, 131072), gqa(32, 8, 8, 64, 8192),
-    gqa(32, 8, 32, 16, 4096), gqa(8, 2, 1, 16, 131072),
+    mla(8, 1, 16, 4096),
+    mla(8, 1, 64, 32768),
+    mla(8, 1, 16, 131072),
+    mla(8, 8, 64, 8192),
+    mla(8, 32, 16, 4096),
+    mla(64, 1, 64, 32768),
+    mla(64, 8, 64, 8192),
+    mla(64, 32, 16, 4096),
+    gqa(32, 8, 1, 16, 4096),
+    gqa(32, 8, 1, 64, 32768),
+    gqa(32, 8, 1, 16, 131072),
+    gqa(32, 8, 8, 64, 8192),
+    gqa(32, 8, 32, 16, 4096),
+    gqa(8, 2, 1, 16, 131072),
 ]
 MEMORY_BOUND = [  # at most 64 packed rows a KV head, 64 MB of KV or more
-    mla(8, 1, 8, 131072), gqa(32, 8, 1, 4, 131072), gqa(32, 8, 8, 16, 16384), gqa(8, 8, 8, 16, 16384),
-    gqa(32, 8, 8, 16, 16384, d=64), gqa(16, 4, 8, 16, 16384, d=256),
+    mla(8, 1, 8, 131072),
+    gqa(32, 8, 1, 4, 131072),
+    gqa(32, 8, 8, 16, 16384),
+    gqa(8, 8, 8, 16, 16384),
+    gqa(32, 8, 8, 16, 16384, d=64),
+    gqa(16, 4, 8, 16, 16384, d=256),
 ]
 
 
@@ -77,7 +89,7 @@ def copy_rate() -> float:
     return 2 * a.nbytes / ms / 1e6
 
 
-def mma_rate(binary: Optional[str]) -> float:
+def mma_rate(binary: str | None) -> float:
     """TFLOP/s of mma.sync m16n8k16 bf16."""
     if binary:
         return float(subprocess.check_output([binary]))
@@ -138,9 +150,15 @@ class Inputs:
             batch=s.b, max_rows=s.n, h_q=s.h_q, h_kv=s.h_kv, d_qk=s.d_qk, d_v=s.d_v, device=self.q.device
         )
         keywords = dict(
-            qo_indptr=self.qo_indptr, kv_indptr=self.kv_indptr, kv_indices=self.kv_indices,
-            prefix_lens=self.prefix_lens, tree_slots=self.tree_slots, ancestors=self.ancestors,
-            workspace=workspace, sm_scale=s.d_qk**-0.5, out=self.out,
+            qo_indptr=self.qo_indptr,
+            kv_indptr=self.kv_indptr,
+            kv_indices=self.kv_indices,
+            prefix_lens=self.prefix_lens,
+            tree_slots=self.tree_slots,
+            ancestors=self.ancestors,
+            workspace=workspace,
+            sm_scale=s.d_qk**-0.5,
+            out=self.out,
         )
         k = self.k_cache.to(FP8) if fp8 else self.k_cache
         if s.kind == "mla":
@@ -159,10 +177,27 @@ class Inputs:
         size = s.n * (s.length + s.n)
         mask_indptr = torch.arange(0, s.b * size + 1, size, device="cuda", dtype=torch.int64)
         out = torch.empty_like(self.out)
-        f = lambda: extend_attention_fwd(
-            self.q, k, v, out, self.k_cache, self.v_cache, self.qo_indptr, self.kv_indptr, self.kv_indices, mask, True,
-            mask_indptr, s.n, 1.0, 1.0, s.d_qk**-0.5,
-        )
+
+        def f() -> None:
+            extend_attention_fwd(
+                self.q,
+                k,
+                v,
+                out,
+                self.k_cache,
+                self.v_cache,
+                self.qo_indptr,
+                self.kv_indptr,
+                self.kv_indices,
+                mask,
+                True,
+                mask_indptr,
+                s.n,
+                1.0,
+                1.0,
+                s.d_qk**-0.5,
+            )
+
         return f, out
 
 
@@ -172,7 +207,9 @@ def smi(fields: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="results file (JSON)")
     parser.add_argument("--commit", default="unknown", help="recorded in the results")
     parser.add_argument("--mma-rate", help="a built mma_rate; default: builds one with nvcc")
@@ -193,7 +230,9 @@ def main() -> None:
         "mma_sync_tflop_s": mma,
         "rows": [],
     }
-    print(f"{results['gpu']}, copy {copy:.0f} GB/s, mma.sync {mma:.0f} TFLOP/s, {results['clocks_after_copy_and_mma']}")
+    print(
+        f"{results['gpu']}, copy {copy:.0f} GB/s, mma.sync {mma:.0f} TFLOP/s, {results['clocks_after_copy_and_mma']}"
+    )
     print("| shape | KV | us | KV GB/s | of copy | TFLOP/s | of mma.sync | upstream us | faster |")
     print("|-|-|-|-|-|-|-|-|-|")
     for shape in BASELINE + MEMORY_BOUND:
@@ -213,8 +252,15 @@ def main() -> None:
             gb_s = shape.kv_bytes(1 if fp8 else 2) / us / 1e3
             tflop_s = shape.flop / us / 1e6
             row = dict(
-                shape=asdict(shape), name=str(shape), kv="fp8_e4m3" if fp8 else "bf16", us=us, kv_gb_s=gb_s,
-                of_copy=gb_s / copy, tflop_s=tflop_s, of_mma=tflop_s / mma, upstream_us=upstream_us,
+                shape=asdict(shape),
+                name=str(shape),
+                kv="fp8_e4m3" if fp8 else "bf16",
+                us=us,
+                kv_gb_s=gb_s,
+                of_copy=gb_s / copy,
+                tflop_s=tflop_s,
+                of_mma=tflop_s / mma,
+                upstream_us=upstream_us,
                 difference_from_upstream=None if fp8 else error,
             )
             results["rows"].append(row)

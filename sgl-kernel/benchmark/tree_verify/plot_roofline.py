@@ -1,6 +1,6 @@
 """Draws a results file of bench_tree_verify.py as a roofline.
 
-    python plot_roofline.py results/NAME.json roofline.png
+python plot_roofline.py results/NAME.json roofline.png
 """
 
 import json
@@ -28,21 +28,42 @@ def main(source: str, target: str) -> None:
     low, high = 0.7 * min(map(intensity, rows)), 1.4 * max(map(intensity, rows))
     ridge = mma * 1e3 / copy
     ax.plot([low, ridge, high], [low * copy / 1e3, mma, mma], color="black", lw=1.2)
-    ax.annotate(f"copy {copy:.0f} GB/s", (low * 1.1, low * 1.1 * copy / 1e3), rotation=33, va="bottom", fontsize=8)
+    ax.annotate(
+        f"copy {copy:.0f} GB/s", (low * 1.1, low * 1.1 * copy / 1e3), rotation=33, va="bottom", fontsize=8
+    )
     ax.annotate(f"mma.sync {mma:.0f} TFLOP/s", (high, mma), ha="right", va="bottom", fontsize=8)
     markers = {"gqa": "o", "mla": "s"}
     for kv, color in (("bf16", LIGHT), ("fp8_e4m3", MUTED)):
         for kind, marker in markers.items():
             points = [r for r in rows if r["kv"] == kv and r["shape"]["kind"] == kind]
-            ax.scatter([intensity(r) for r in points], [r["tflop_s"] for r in points], c=color, marker=marker, s=28,
-                       label=f"{kind.upper()}, KV {kv}", zorder=3)
+            ax.scatter(
+                [intensity(r) for r in points],
+                [r["tflop_s"] for r in points],
+                c=color,
+                marker=marker,
+                s=28,
+                label=f"{kind.upper()}, KV {kv}",
+                zorder=3,
+            )
     for kind, marker in markers.items():
         points = [r for r in rows if r["kv"] == "bf16" and r["upstream_us"] and r["shape"]["kind"] == kind]
-        ax.scatter([intensity(r) for r in points], [r["tflop_s"] * r["us"] / r["upstream_us"] for r in points],
-                   facecolors="none", edgecolors=UPSTREAM, marker=marker, s=28, label=f"{kind.upper()}, upstream Triton",
-                   zorder=2)
-    ax.set(xscale="log", yscale="log", xlabel="FLOP a byte of KV", ylabel="TFLOP/s",
-           title=f"Tree verify on one {results['gpu']}, commit {results['commit'][:10]}")
+        ax.scatter(
+            [intensity(r) for r in points],
+            [r["tflop_s"] * r["us"] / r["upstream_us"] for r in points],
+            facecolors="none",
+            edgecolors=UPSTREAM,
+            marker=marker,
+            s=28,
+            label=f"{kind.upper()}, upstream Triton",
+            zorder=2,
+        )
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="FLOP a byte of KV",
+        ylabel="TFLOP/s",
+        title=f"Tree verify on one {results['gpu']}, commit {results['commit'][:10]}",
+    )
     ax.grid(which="both", alpha=0.2)
     ax.legend(fontsize=8, loc="lower right")
     fig.tight_layout()
