@@ -82,6 +82,11 @@ class TestHostKernels(CustomTestCase):
         with self.assertRaisesRegex(DeviceOnlyError, "rmsnorm_cpu needs a CUDA device"):
             torch.ops.sgl_kernel.rmsnorm_cpu(torch.zeros(1), torch.zeros(1), 1e-6)
 
+    def test_our_subpackage_is_no_stand_in(self):
+        from sgl_kernel import ddtree
+
+        self.assertTrue(callable(ddtree.verify_gqa))
+
     def test_copy_reads_all_rows_before_it_writes(self):
         from sgl_kernel import copy_all_layer_kv_cache_cpu
 

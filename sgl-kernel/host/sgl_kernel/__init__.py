@@ -32,7 +32,9 @@ def _device_only(qualified_name: str):
 
 
 def __getattr__(name: str):
-    if name.startswith("__"):  # introspection (inspect, pickle, doctest) must see what is really here
+    # Introspection (inspect, pickle, doctest) must see what is really here, and `from sgl_kernel import ddtree` looks
+    # for a submodule only after an AttributeError.
+    if name.startswith("__") or name == "ddtree":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _device_only(f"{__name__}.{name}")
 
