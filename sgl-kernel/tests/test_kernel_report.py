@@ -51,6 +51,8 @@ def test_occupancy(kernel, want):
             ["101377 bytes of shared memory, 101376 allowed"],
         ),
         (Kernel("ancestor_depth_kernel", "sm_90", local_memory=9), []),
+        (Kernel("combine_kernel<__half, 64>", "sm_100", local_memory=4), []),
+        (Kernel("combine_kernel<__half, 64>", "sm_100", local_memory=5), ["5 local-memory instructions"]),
     ],
 )
 def test_judge(kernel, want):
