@@ -51,13 +51,29 @@ def test_occupancy(kernel, want):
             ["101377 bytes of shared memory, 101376 allowed"],
         ),
         (Kernel("ancestor_depth_kernel", "sm_90", local_memory=9), []),
-        (Kernel("combine_kernel<__half, 64>", "sm_100", local_memory=4), []),
         (Kernel("combine_kernel<__half, 64>", "sm_100", local_memory=5), ["5 local-memory instructions"]),
     ],
 )
 def test_judge(kernel, want):
     kernel_report.judge(kernel)
     assert kernel.problems == want
+
+
+def test_known_local_memory():
+    """A named debt passes on its own architecture, and one instruction more fails."""
+    mla = "mla_partial_kernel<MlaTraits<__half, true>>"
+    gqa = "gqa_partial_kernel<GqaTraits<__nv_bfloat16, false, 256, 64>>"
+    for name, arch, count, bad in (
+        (mla, "sm_120", 32, False),
+        (mla, "sm_120", 33, True),
+        (mla, "sm_90", 1, True),
+        (gqa, "sm_120", 4, False),
+        (gqa, "sm_100", 1, True),
+        (GQA, "sm_120", 1, True),
+    ):
+        kernel = Kernel(name, arch, tensor_core=1, local_memory=count)
+        kernel_report.judge(kernel)
+        assert bool(kernel.problems) == bad, f"{name} {arch} {count}"
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 for.
  Columns: registers a thread, local-memory instructions (LDL + STL: spills and indexed arrays), shared memory
 a block, tensor-core instructions, threads a block, and theoretical occupancy with what limits it. Exit status
-1 if a hot kernel (the attention and combine kernels) touches local memory more than LOCAL_MEMORY_TODAY says, if an attention kernel has no
-tensor-core instruction, or if a block wants more shared memory than sm_120 gives (101,376 bytes).
+1 if a hot kernel (the attention and combine kernels) touches local memory more than KNOWN_LOCAL_MEMORY says,
+if an attention kernel has no tensor-core instruction, or if a block wants more shared memory than sm_120 gives
+(101,376 bytes).
 
     python tools/kernel_report.py python/sgl_kernel/ddtree/_ddtree_cuda.so [--output report.md]
 
@@ -29,9 +30,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_SHARED = 101_376  # bytes a block: sm_120's limit, which every kernel keeps to
-# The most LDL + STL that a hot kernel has today. The goal is 0 everywhere; what is above it is a debt that may only
-# shrink: twelve kernels, where ptxas for these two runs short of registers that sm_90's build does not need.
-LOCAL_MEMORY_TODAY = {"sm_100": 4, "sm_120": 32}
+# The most LDL + STL a hot kernel may have, by (kernel without its element type, architecture); 0 where unnamed.
+# The goal is 0 everywhere, and a debt named here may only shrink: with nvcc 13.0, ptxas runs short of registers
+# for these on sm_100 and sm_120, where sm_90's build of the same kernel does not.
+KNOWN_LOCAL_MEMORY = {
+    ("gqa fp8 128 64", "sm_100"): 2,
+    ("gqa fp8 256 64", "sm_100"): 4,
+    ("gqa 256 64", "sm_120"): 4,
+    ("gqa fp8 256 64", "sm_120"): 6,
+    ("mla", "sm_120"): 2,
+    ("mla fp8", "sm_120"): 32,
+}
 HOT = re.compile(r"(gqa|mla)_partial_kernel|combine_kernel")
 ATTENTION = re.compile(r"(gqa|mla)_partial_kernel")
 TENSOR_CORE = re.compile(r"\b[HQIDO]G?MMA\b|\bUTC[A-Z]*MMA\b")
@@ -224,8 +233,17 @@ def occupancy(kernel: Kernel) -> str:
     return f"{100 * blocks[limit] * warps // limits.warps}% ({blocks[limit]} blocks, {limit})"
 
 
+def allowed_local_memory(kernel: Kernel) -> int:
+    match = re.search(r"(Gqa|Mla)Traits<\w+, (true|false)(?:, (\d+), (\d+))?>", kernel.name)
+    if match is None:
+        return 0
+    kind, fp8, *sizes = match.groups()
+    words = [kind.lower(), "fp8" if fp8 == "true" else None, *sizes]
+    return KNOWN_LOCAL_MEMORY.get((" ".join(filter(None, words)), kernel.arch), 0)
+
+
 def judge(kernel: Kernel) -> None:
-    if HOT.search(kernel.name) and kernel.local_memory > LOCAL_MEMORY_TODAY.get(kernel.arch, 0):
+    if HOT.search(kernel.name) and kernel.local_memory > allowed_local_memory(kernel):
         kernel.problems.append(f"{kernel.local_memory} local-memory instructions")
     if ATTENTION.search(kernel.name) and not kernel.tensor_core:
         kernel.problems.append("no tensor-core instruction")
