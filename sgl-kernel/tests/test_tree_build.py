@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from ci_registration import register_cpu_ci, register_cuda_ci
 from draft_tree_cases import (
     DEVICES,
     assert_equal,
@@ -19,15 +20,6 @@ from draft_tree_cases import (
     trees_of,
 )
 from sgl_kernel.ddtree import DraftTrees, build
-
-try:
-    from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-except ImportError:  # the bare device
-
-    def register_cpu_ci(**_):
-        pass
-
-    register_cuda_ci = register_cpu_ci
 
 register_cpu_ci(est_time=20, suite="kernel")
 register_cuda_ci(est_time=30, suite="gpu")

@@ -5,17 +5,9 @@ import sys
 
 import pytest
 import torch
+from ci_registration import register_cpu_ci, register_cuda_ci
 from draft_tree_cases import DEVICES
 from sgl_kernel.ddtree import KVBuffers, commit
-
-try:
-    from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-except ImportError:  # the bare device
-
-    def register_cpu_ci(**_):
-        pass
-
-    register_cuda_ci = register_cpu_ci
 
 register_cpu_ci(est_time=15, suite="kernel")
 register_cuda_ci(est_time=20, suite="gpu")
