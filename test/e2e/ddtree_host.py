@@ -258,13 +258,15 @@ class Child:
         self._process.start()
         theirs.close()
 
-    def result(self):
-        """Waits for the job.
+    def result(self, seconds: float | None = None):
+        """Waits for the job, at most `seconds`; then the child is killed.
 
         Raises:
-            RuntimeError: the child failed; the text is its traceback.
+            RuntimeError: the child failed or was killed; the text is its traceback or says so.
         """
         try:
+            if not self._pipe.poll(seconds):
+                self._process.kill()
             done, result = self._pipe.recv()
         except EOFError:
             self._process.join()

@@ -1,0 +1,187 @@
+"""Speed, acceptance and exactness of real servers over HTTP: plain decoding, DFLASH, DDTREE at several widths.
+
+The servers start side by side and are measured one after another, the others idle.
+
+    python benchmark/ddtree/make_prompts.py --model DIR --humaneval HumanEval.jsonl.gz --output prompts.json
+    python benchmark/ddtree/bench_server.py --model DIR --drafter DIR --prompts prompts.json --output results/GPU-DATE.json
+
+Exactness: the answers to all prompts, greedy, are compared with plain decoding's, token by token; each token of each answer
+is then judged by one prefill of the plain server over prompt and answer: the gap is the logit of its first choice minus
+that of the answer's token. In bfloat16 two logits are often equal or a rounding apart, and which wins depends on the
+shape of the batch; plain decoding's own answers are judged in the same way for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from servers import closed_loop, device_flags, flags, start
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = [
+    "none",
+    "DFLASH",
+    "DDTREE:8",
+    "DDTREE:16",
+    "DDTREE:32",
+    "DDTREE:64",
+    "DDTREE:32:speculative-ddtree-spine=keep",
+]
+WARM_UP = 24  # tokens
+
+
+def answer_all(server, prompts: list[list[int]], clients: int, tokens: int) -> tuple[list[dict], float]:
+    """Greedy answers and the seconds that they took."""
+
+    def one(session, prompt):
+        return server.generate(
+            prompt, session=session, sampling_params={"temperature": 0, "max_new_tokens": tokens}
+        )
+
+    began = time.perf_counter()
+    return closed_loop(prompts, clients, one), time.perf_counter() - began
+
+
+def measure(server, prompts, batches: list[int], counts: list[int], tokens: int) -> tuple[list[dict], list]:
+    """A row for each batch size, and the answers at the last one.
+
+    Args:
+        server: to ask.
+        prompts: token ids.
+        batches: requests in flight.
+        counts: prompts to answer at each batch size, spread evenly over all.
+        tokens: of an answer, at most.
+    """
+    rows = []
+    for batch, count in zip(batches, counts):
+        chosen = prompts[:: max(1, len(prompts) // count)][:count]
+        answer_all(server, chosen[: 2 * batch], batch, WARM_UP)
+        answers, seconds = answer_all(server, chosen, batch, tokens)
+        made = sum(a["meta_info"]["completion_tokens"] for a in answers)
+        steps = sum(a["meta_info"].get("spec_verify_ct", 0) for a in answers) or made - len(answers)
+        rows.append(
+            dict(
+                batch=batch,
+                requests=count,
+                tokens=made,
+                tokens_per_second=made / seconds,
+                # of a request: its output tokens, but for the one of prefill, over its verify steps
+                accept_length=(made - len(answers)) / steps,
+                steps_per_second=steps / seconds / batch,
+            )
+        )
+    return rows, [a["output_ids"] for a in answers]
+
+
+def judge(plain, prompts, expected, outputs) -> dict:
+    """How `outputs` differ from plain decoding's answers, and how far each of their tokens is from greedy."""
+    gaps = closed_loop(
+        list(zip(prompts, outputs)), 16, lambda session, job: plain.gaps(*job, session=session)
+    )
+    differing = []
+    for i, (a, b) in enumerate(zip(expected, outputs)):
+        if a != b:
+            at = next((j for j, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+            differing.append(
+                dict(prompt=i, at=at, plain=a[at : at + 1], got=b[at : at + 1], gap=max(gaps[i][at : at + 1], default=None))
+            )  # fmt: skip
+    flat = sorted((gap for request in gaps for gap in request), reverse=True)
+    return dict(
+        equal=len(outputs) - len(differing),
+        of=len(outputs),
+        tokens=len(flat),
+        tokens_not_first=sum(gap > 0 for gap in flat),
+        largest_gaps=flat[:10],
+        differing=differing,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder of the target")
+    parser.add_argument("--drafter", required=True, help="folder of the drafter")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON, token ids of prompts")
+    parser.add_argument(
+        "--cases", nargs="+", default=CASES, help="ALGORITHM[:N][:FLAG=VALUE]...; default: %(default)s"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument(
+        "--counts", type=int, nargs="+", default=[20, 65, 260], help="prompts at each batch size"
+    )
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer, at most")
+    parser.add_argument("--judge", nargs="*", default=None, help="cases to compare with plain decoding (all)")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--port", type=int, default=31000)
+    parser.add_argument("--start-seconds", type=float, default=240, help="to wait for the servers")
+    parser.add_argument("--commit", help="of this repository; git's by default")
+    parser.add_argument(
+        "--logs", type=Path, default=Path("/tmp/ddtree-bench"), help="folder for the servers' logs"
+    )
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    if len(args.batches) != len(args.counts):
+        parser.error(f"--counts: expected one a batch size, {len(args.batches)}, got {len(args.counts)}")
+
+    import torch
+
+    commit = (
+        args.commit or subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip()
+    )
+    common = [*device_flags(args.device), "--dtype", args.dtype, "--context-length", "2048",
+              "--max-total-tokens", "32768", "--max-running-requests", str(max(args.batches))]  # fmt: skip
+    if args.device == "cuda":
+        common += ["--cuda-graph-max-bs-decode", str(max(args.batches))]
+    prompts = json.loads(args.prompts.read_text())
+    result = dict(
+        gpu=torch.cuda.get_device_name() if args.device == "cuda" else "CPU", torch=torch.__version__, commit=commit,
+        command=" ".join(sys.argv), dtype=args.dtype, max_tokens=args.tokens, results=[], exactness={},
+    )  # fmt: skip
+
+    def save():
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1))
+
+    began = time.monotonic()
+    servers = start(
+        args.model, {case: common + flags(case, args.drafter) for case in args.cases}, args.logs,
+        port=args.port, seconds=args.start_seconds,
+    )  # fmt: skip
+    print(f"{len(servers)} of {len(args.cases)} servers in {time.monotonic() - began:.0f} s", flush=True)
+    outputs = {}
+    for case, server in servers.items():
+        try:
+            rows, outputs[case] = measure(server, prompts, args.batches, args.counts, args.tokens)
+        except Exception as error:
+            print(f"{case}: {error!r}\n{server.log.read_text()[-3000:]}", file=sys.stderr, flush=True)
+            continue
+        result["results"] += [dict(case=case) | row for row in rows]
+        save()
+        for row in rows:
+            print(
+                f"{case:45} batch {row['batch']:2}  accept {row['accept_length']:5.2f}  "
+                f"{row['tokens_per_second']:8.1f} tok/s  {row['steps_per_second']:7.1f} steps/s",
+                flush=True,
+            )
+    asked = prompts[:: max(1, len(prompts) // args.counts[-1])][: args.counts[-1]]
+    for case in args.cases if args.judge is None else args.judge:
+        if case in outputs and "none" in outputs:
+            found = judge(servers["none"], asked, outputs["none"], outputs[case])
+            result["exactness"][case] = found
+            save()
+            print(
+                f"{case:45} equal {found['equal']}/{found['of']}  not first {found['tokens_not_first']} of "
+                f"{found['tokens']} tokens  largest gaps {[round(g, 3) for g in found['largest_gaps'][:3]]}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""Mixed load on a real DDTREE server for a given time: does anything crash, leak or answer wrongly?
+
+Short and long prompts, T = 0 and 1, regex and JSON grammars, stop strings, n = 2, logprobs, streams, clients that hang up and
+requests that are aborted, on a KV pool too small for them all. Afterwards a plain server judges each token of every greedy
+answer by one prefill (see bench_server.py), and the load that the server reports must be what it was before.
+
+    python benchmark/ddtree/load.py --model DIR --drafter DIR --prompts prompts.json --seconds 540 --output results/load.json
+
+Writes its progress into the output every ten seconds. Exits with 1 when something was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import requests
+from servers import closed_loop, device_flags, flags, start
+
+ROOT = Path(__file__).resolve().parents[2]
+REGEX = r"(yes|no|maybe), because [a-z ]{5,40}\."
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+KINDS = dict(
+    greedy=28, long=14, sampled=14, regex=7, json=7, stream=10, hang_up=7, abort=5, stop=4, n=2, logprob=2
+)
+
+
+def plan(number: int, prompts: list[list[int]], longest: int) -> dict:
+    """Request `number`: its kind, its prompt and its sampling parameters. The same for the same number."""
+    draw = random.Random(number)
+    kind = draw.choices(list(KINDS), weights=KINDS.values())[0]
+    prompt = draw.choice(prompts)
+    sampling = {"temperature": 0, "max_new_tokens": draw.choice([1, 16, 64, 160])}
+    if kind == "long":
+        while len(prompt) < longest // 2:
+            prompt = prompt + draw.choice(prompts)
+        prompt = prompt[-longest:]
+    elif kind == "sampled":
+        sampling |= {"temperature": 1.0, "top_p": draw.choice([1.0, 0.9]), "min_p": draw.choice([0.0, 0.05])}
+    elif kind == "regex":
+        sampling |= {"regex": REGEX, "max_new_tokens": 64, "temperature": draw.choice([0, 1.0])}
+    elif kind == "json":
+        sampling |= {"json_schema": json.dumps(SCHEMA), "max_new_tokens": 64}
+    elif kind == "stop":
+        sampling |= {"stop": ["\n", "the"], "max_new_tokens": 160}
+    elif kind == "n":
+        sampling |= {"n": 2, "temperature": 1.0}
+    elif kind in ("hang_up", "abort"):
+        sampling |= {"max_new_tokens": 300, "ignore_eos": True}
+    return dict(kind=kind, prompt=prompt, sampling=sampling, leave_after=draw.randrange(1, 6))
+
+
+class Load:
+    """Sends plan(0), plan(1), ... from many clients until told to stop, and checks what can be checked at once."""
+
+    def __init__(self, server, prompts, longest, clients):
+        self.server, self.prompts, self.longest = server, prompts, longest
+        self.done = Counter()
+        self.wrong = []
+        self.greedy = {}  # (prompt, output): kind
+        self.accept = [0, 0]  # tokens but for prefill's, verify steps
+        self._number = 0
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._client, daemon=True) for _ in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, seconds: float) -> None:
+        """No new request; waits for those in flight, at most `seconds`."""
+        self._stop.set()
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        hanging = sum(thread.is_alive() for thread in self._threads)
+        if hanging:
+            self.wrong.append(f"{hanging} requests hang {seconds:.0f} s after the last was sent")
+
+    def _client(self):
+        session = requests.Session()
+        while not self._stop.is_set():
+            with self._lock:
+                number = self._number
+                self._number += 1
+            job = plan(number, self.prompts, self.longest)
+            try:
+                wrong = self._one(session, f"load-{number}", **job)
+            except Exception as error:
+                wrong = repr(error)[:300]
+                if not self.server.alive():
+                    self._stop.set()
+            with self._lock:
+                self.done[job["kind"]] += 1
+                if wrong:
+                    self.wrong.append(f"request {number}, {job['kind']}: {wrong}")
+
+    def _one(self, session, rid, *, kind, prompt, sampling, leave_after) -> str | None:
+        """Sends one request; says what was wrong with the answer."""
+        body = {"sampling_params": sampling, "rid": rid}
+        if kind in ("stream", "hang_up"):
+            return self._stream(session, prompt, body, leave_after if kind == "hang_up" else None)
+        if kind == "abort":
+            url = f"{self.server.url}/abort_request"
+            threading.Timer(
+                0.02 * leave_after, requests.post, (url,), {"json": {"rid": rid}, "timeout": 60}
+            ).start()
+            try:
+                self.server.generate(prompt, session=session, **body)
+            except requests.HTTPError as error:
+                if "abort" not in str(error).lower():
+                    raise
+            return None
+        if kind == "n":
+            body["rid"] = [f"{rid}-{i}" for i in range(2)]
+        if kind == "logprob":
+            body |= {"return_logprob": True, "top_logprobs_num": 2}
+        answer = self.server.generate(prompt, session=session, **body)
+        if kind == "n":
+            return None if len(answer) == 2 else f"{len(answer)} answers"
+        return self._check(kind, prompt, sampling, answer)
+
+    def _stream(self, session, prompt, body, leave_after) -> str | None:
+        last, chunks = None, 0
+        body = {"input_ids": prompt, "stream": True} | body
+        with session.post(f"{self.server.url}/generate", json=body, stream=True, timeout=600) as answer:
+            for line in answer.iter_lines():
+                if line.startswith(b"data: {"):
+                    last, chunks = json.loads(line[6:]), chunks + 1
+                    if chunks == leave_after:
+                        return None
+        if last is None or "error" in last:
+            return f"stream: {answer.status_code} {last}"
+        return self._check("stream", prompt, body["sampling_params"], last)
+
+    def _check(self, kind, prompt, sampling, answer) -> str | None:
+        info, output, text = answer["meta_info"], answer["output_ids"], answer["text"]
+        reason = (info["finish_reason"] or {}).get("type")
+        with self._lock:
+            self.accept[0] += info["completion_tokens"] - 1
+            self.accept[1] += info.get("spec_verify_ct", 0)
+        if reason not in ("stop", "length"):
+            return f"finish reason {info['finish_reason']}"
+        if not 1 <= info["completion_tokens"] <= sampling["max_new_tokens"]:
+            return f"{info['completion_tokens']} tokens of at most {sampling['max_new_tokens']}"
+        if kind == "regex" and reason == "stop" and not re.fullmatch(REGEX, text):
+            return f"{text!r} does not match"
+        if kind == "json" and reason == "stop":
+            value = json.loads(text)
+            if set(value) != {"name", "count"}:
+                return f"{text!r} is not of the schema"
+        if kind == "logprob" and len(info["output_token_logprobs"]) != len(output):
+            return f"{len(info['output_token_logprobs'])} logprobs for {len(output)} tokens"
+        if sampling["temperature"] == 0 and kind not in ("regex", "json"):
+            with self._lock:
+                self.greedy[tuple(prompt), tuple(output)] = kind
+        return None
+
+
+def load_of(server) -> dict:
+    """What the server says that it holds."""
+    (load,) = requests.get(f"{server.url}/v1/loads", timeout=60).json()["loads"]
+    return {k: load[k] for k in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "token_usage")}
+
+
+def idle_load(server, seconds: float) -> dict:
+    """load_of() once nothing runs, or after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        load = load_of(server)
+        if not (load["num_running_reqs"] or load["num_waiting_reqs"] or load["num_used_tokens"]):
+            return load
+        if time.monotonic() > deadline:
+            return load
+        time.sleep(0.5)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder of the target")
+    parser.add_argument("--drafter", required=True, help="folder of the drafter")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON, token ids of prompts")
+    parser.add_argument("--case", default="DDTREE:32", help="as in bench_server.py")
+    parser.add_argument("--seconds", type=float, default=540, help="of load")
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--longest", type=int, default=3000, help="tokens of a long prompt")
+    parser.add_argument("--pool", type=int, default=24576, help="tokens of the KV pool")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.5, help="largest gap of logits that is a near-tie"
+    )
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--port", type=int, default=31500)
+    parser.add_argument("--commit", help="of this repository; git's by default")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/ddtree-load"))
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+
+    import torch
+
+    commit = (
+        args.commit or subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip()
+    )
+    common = [*device_flags(args.device), "--dtype", args.dtype, "--context-length", str(args.longest + 512),
+              "--max-total-tokens", str(args.pool), "--max-running-requests", "16", "--chunked-prefill-size", "1024",
+              "--enable-metrics"]  # fmt: skip
+    if args.device == "cuda":
+        common += ["--cuda-graph-max-bs-decode", "16"]
+    prompts = json.loads(args.prompts.read_text())
+    result = dict(
+        gpu=torch.cuda.get_device_name() if args.device == "cuda" else "CPU", torch=torch.__version__, commit=commit,
+        command=" ".join(sys.argv), dtype=args.dtype, state="starting",
+    )  # fmt: skip
+
+    def save(**more):
+        result.update(more)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1))
+
+    save()
+    servers = start(
+        args.model, {case: common + flags(case, args.drafter) for case in (args.case, "none")}, args.logs,
+        port=args.port, seconds=300,
+    )  # fmt: skip
+    if len(servers) < 2:
+        save(state="no server")
+        return 1
+    tree, plain = servers[args.case], servers["none"]
+    tree.generate(prompts[0], sampling_params={"temperature": 0, "max_new_tokens": 40})
+    before = idle_load(tree, 20)
+    load, began = Load(tree, prompts, args.longest, args.clients), time.monotonic()
+
+    def progress(state):
+        save(
+            state=state, seconds=round(time.monotonic() - began, 1), requests=sum(load.done.values()), kinds=load.done,
+            wrong=load.wrong[:50], wrong_count=len(load.wrong), before=before, during=load_of(tree),
+            accept_length=load.accept[0] / max(1, load.accept[1]),
+        )  # fmt: skip
+
+    while time.monotonic() - began < args.seconds and tree.alive():
+        time.sleep(min(10.0, args.seconds / 4))
+        try:
+            progress("loading")
+        except requests.RequestException as error:
+            load.wrong.append(f"/v1/loads: {error!r}"[:300])
+    load.stop(60)
+    if not tree.alive():
+        save(state="crashed", wrong=load.wrong[:50], wrong_count=len(load.wrong))
+        return 1
+    after = idle_load(tree, 20)
+    progress("judging")
+    answers = sorted(load.greedy)
+    gaps = closed_loop(
+        answers, 16, lambda session, job: plain.gaps(list(job[0]), list(job[1]), session=session)
+    )
+    own = closed_loop(
+        answers[:: max(1, len(answers) // 200)], 16,
+        lambda session, job: plain.gaps(
+            list(job[0]),
+            plain.generate(list(job[0]), session=session, sampling_params={"temperature": 0, "max_new_tokens": 160})["output_ids"],
+            session=session,
+        ),
+    )  # fmt: skip
+    flat = sorted((gap for request in gaps for gap in request), reverse=True)
+    far = sum(gap > args.tolerance for gap in flat)
+    if far:
+        load.wrong.append(f"{far} greedy tokens are further than {args.tolerance} from the first choice")
+    if after != before:
+        load.wrong.append(f"load before {before}, after {after}")
+    metrics = requests.get(f"{tree.url}/metrics", timeout=60).text
+    save(
+        state="complete", after=after, wrong=load.wrong[:50], wrong_count=len(load.wrong),
+        greedy=dict(answers=len(answers), tokens=len(flat), tokens_not_first=sum(gap > 0 for gap in flat),
+                    largest_gaps=flat[:10],
+                    plain_largest_gaps=sorted((gap for request in own for gap in request), reverse=True)[:10]),
+        metrics=[line for line in metrics.splitlines()
+                 if line.startswith(("sglang:ddtree", "sglang:num_retracted", "sglang:token_usage"))],
+    )  # fmt: skip
+    print(json.dumps(result, indent=1))
+    return 1 if load.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

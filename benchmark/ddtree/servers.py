@@ -1,0 +1,165 @@
+"""Real servers for the measurements: started beside each other, asked over HTTP, checked against plain decoding."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import requests
+
+
+def flags(case: str, drafter: str) -> list[str]:
+    """Server flags of a case.
+
+    Args:
+        case: ALGORITHM[:N][:FLAG=VALUE]..., such as "none", "DFLASH", "DDTREE:32", "DDTREE:32:speculative-ddtree-spine=keep".
+            N: rows of the verify tree.
+        drafter: folder of the drafter.
+    """
+    algorithm, *rest = case.split(":")
+    if algorithm == "none":
+        result = []
+    else:
+        result = [
+            "--speculative-algorithm", algorithm, "--speculative-draft-model-path", drafter,
+        ]  # fmt: skip
+    for option in rest:
+        name, _, value = option.rpartition("=")
+        result += [f"--{name or 'speculative-num-draft-tokens'}", value]
+    return result
+
+
+def device_flags(device: str) -> list[str]:
+    """What every server of a measurement has in common."""
+    common = [
+        "--device", device, "--sampling-backend", "pytorch", "--skip-server-warmup", "--random-seed", "1",
+        "--log-level", "warning", "--sleep-on-idle",
+    ]  # fmt: skip
+    if device == "cpu":
+        return [*common, "--mem-fraction-static", "0.1"]
+    return [
+        *common, "--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled",
+        "--mem-fraction-static", "0.8",
+    ]  # fmt: skip
+
+
+class Server:
+    """One `python -m sglang.launch_server` and its log.
+
+    Args:
+        model: folder of the target.
+        port: to listen at.
+        log: file that its output goes to.
+        arguments: further flags.
+    """
+
+    def __init__(self, model: str, port: int, log: Path, arguments: list[str]):
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)]
+        with log.open("w") as sink:
+            self._process = subprocess.Popen(
+                command + arguments, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self, deadline: float) -> bool:
+        """Whether it is healthy before `deadline` (of time.monotonic())."""
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                return False
+            try:
+                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return True
+            except requests.RequestException:
+                pass
+            time.sleep(0.5)
+        return False
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends it and all its processes."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+    def generate(self, prompt: list[int], *, session=requests, **body) -> dict:
+        """The answer to POST /generate; `body` has its fields besides input_ids.
+
+        Raises:
+            requests.HTTPError: with the server's text.
+        """
+        answer = session.post(f"{self.url}/generate", json={"input_ids": prompt} | body, timeout=600)
+        if answer.status_code != 200:
+            raise requests.HTTPError(f"{answer.status_code}: {answer.text[:300]}", response=answer)
+        return answer.json()
+
+    def gaps(self, prompt: list[int], output: list[int], *, session=requests) -> list[float]:
+        """How far each output token is from the one that this server would have chosen after the same tokens.
+
+        One prefill over prompt and output; so every token is judged by its own prefix, also after a near-tie went the
+        other way.
+
+        Returns:
+            Log-probability (logit) of the most likely token minus that of the output's, for each output token. 0: greedy.
+        """
+        answer = self.generate(
+            prompt + output, session=session, return_logprob=True, top_logprobs_num=1,
+            logprob_start_len=len(prompt) - 1, sampling_params={"max_new_tokens": 1, "temperature": 0},
+        )  # fmt: skip
+        info = answer["meta_info"]
+        own = info["input_token_logprobs"][-len(output) :]
+        top = info["input_top_logprobs"][-len(output) :]
+        # SGLang reports the vocabulary's last token as token 0; that one is not judged.
+        known = [token == asked for (_, token, _), asked in zip(own, output, strict=True)]
+        assert all(k or token == 0 for k, (_, token, _) in zip(known, own)), (own, output)
+        return [best[0][0] - own[0] if k else 0.0 for k, own, best in zip(known, own, top)]
+
+
+def start(model: str, cases: dict[str, list[str]], folder: Path, *, port: int, seconds: float) -> dict:
+    """Starts servers side by side, which takes hardly longer than one.
+
+    Args:
+        model: folder of the target.
+        cases: name -> flags.
+        folder: for the logs.
+        port: of the first; the others follow in steps of 10.
+        seconds: to wait for them all.
+
+    Returns:
+        name -> Server of those that came up. Of the others the end of the log is printed.
+    """
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM")
+    )  # a normal exit, which ends the servers
+    folder.mkdir(parents=True, exist_ok=True)
+    started = {
+        case: Server(model, port + 10 * i, folder / f"server{i}.log", arguments)
+        for i, (case, arguments) in enumerate(cases.items())
+    }
+    atexit.register(lambda: [server.close() for server in started.values()])
+    deadline = time.monotonic() + seconds
+    up = {}
+    for case, server in started.items():
+        if server.wait(deadline):
+            up[case] = server
+        else:
+            print(f"{case}: no server.\n{server.log.read_text()[-3000:]}", file=sys.stderr, flush=True)
+            server.close()
+    return up
+
+
+def closed_loop(jobs: list, clients: int, work) -> list:
+    """work(session, job) for each job by `clients` clients, each with one job in flight; results in the jobs' order."""
+    with ThreadPoolExecutor(clients) as pool, requests.Session() as session:
+        session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=clients))
+        return list(pool.map(lambda job: work(session, job), jobs))
