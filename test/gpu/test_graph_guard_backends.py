@@ -48,9 +48,29 @@ class ReuseTest(unittest.TestCase):
                     break_graph()
                 return work.expected
 
-            with backend("breakable") as capture:
-                replay = capture(8, forward)
-                self.assertEqual(work.wrong_layers(replay, 20), 0)
+            for guard, wrong in ((False, 4), (True, 0)):
+                with backend("breakable", guard=guard) as capture:
+                    replay = capture(8, forward)
+                    self.assertEqual(work.wrong_layers(replay, 20), wrong)
+
+    def test_pattern_inside_a_custom_op_that_is_written_in_python(self):
+        """As DeepSeek's dual-stream MoE is in breakable graphs."""
+        work = Overlap("a")
+        library = torch.library.Library("graph_guard_test", "DEF")
+        self.addCleanup(library._destroy)
+        library.define("overlapped(Tensor(a!) out) -> ()")
+        library.impl("overlapped", work.layer_a, "CUDA")
+
+        def forward():
+            for out in work.outs:
+                torch.ops.graph_guard_test.overlapped(out)
+            return work.expected
+
+        for kind in KINDS:
+            for guard, wrong in ((False, 24), (True, 0)):
+                with torch.no_grad(), backend(kind, guard=guard) as capture:
+                    replay = capture(8, forward)
+                    self.assertEqual(work.wrong_layers(replay, 20), wrong)
 
     def test_detector(self):
         for pattern in ("a", "b"):
@@ -182,6 +202,62 @@ class DroppedJoinTest(unittest.TestCase):
         self.assertIn(DROPPED_WAIT, kinds)
         self.assertIn(LIVE, kinds)
 
+    def test_detector_knows_the_guards_own_order(self):
+        from sglang.srt.model_executor import graph_guard
+
+        for fork_again in (False, True):
+            x, buffer, out = (torch.zeros(8, 1024, device="cuda") for _ in range(3))
+            graph_guard._race_report = None
+            path = os.path.join(self.enterContext(_folder()), "races.json")
+            forward = self.forward(x, buffer, out, torch.cuda.Stream(), fork_again)
+            with backend("breakable", debug_graph_races=path) as capture:
+                capture(8, forward)
+            self.assertEqual(graph_guard._race_report.races, [])
+
+    def test_a_break_that_launches_a_graph_of_its_own_keeps_its_overlap(self):
+        """As Nemotron-H's shared experts do: ordered by external events, joined in a later segment."""
+        side, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        x, out = torch.zeros(8, 1024, device="cuda"), torch.zeros(8, 1024, device="cuda")
+
+        class Call:
+            def __init__(self):
+                self.ready, self.done = torch.cuda.Event(external=True), torch.cuda.Event(external=True)
+                self.graph = None
+
+        def work(call):
+            call.ready.wait()
+            out.copy_(x + 1)
+            call.done.record()
+
+        def record(call):
+            call.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(call.graph, pool=pool, stream=side):
+                work(call)
+
+        @eager_on_graph(capture_stub=record)
+        def launch(call):
+            with torch.cuda.stream(side):
+                work(call) if call.graph is None else call.graph.replay()
+
+        def forward():
+            y = x * 2
+            for _ in range(3):
+                call = Call()
+                call.ready.record()
+                launch(call)
+                y = y + 1
+                call.done.wait()
+            return out + y
+
+        with backend("breakable") as capture:
+            replay = capture(8, forward)
+            (graph,) = capture.backend._graphs.values()
+            self.assertEqual(len(graph._break_fns), 3)
+            self.assertNotIn("_graph_guard_ordered", vars(graph))
+            for value in (1.0, 2.0):
+                x.fill_(value)
+                self.assertEqual(replay()[0, 0].item(), value + 1 + 2 * value + 3)
+
 
 class CaptureTest(unittest.TestCase):
     def test_a_validation_hook_is_refused_by_name_and_the_next_capture_works(self):
@@ -206,25 +282,35 @@ class CaptureTest(unittest.TestCase):
                 replay = capture(8, lambda: x * 3)
                 self.assertEqual(replay()[0, 0].item(), 3.0)
 
-    def test_not_one_extra_kernel(self):
+    def nodes(self, forward, guard):
+        """Nodes of the graph that the full backend captures."""
         plain = torch.cuda.CUDAGraph
 
         def kept():
             return plain(keep_graph=True)
 
-        def nodes(graph):
+        with mock.patch.object(torch.cuda, "CUDAGraph", kept), backend("full", guard=guard) as capture:
+            capture(8, forward)
+            (graph,) = capture.backend._graphs.values()
             error, _, count = cudart.cudaGraphGetNodes(graph.raw_cuda_graph(), 0)
             self.assertEqual(int(error), 0)
             return count
 
-        counts = {}
-        for guard in (False, True):
-            with mock.patch.object(torch.cuda, "CUDAGraph", kept), backend("full", guard=guard) as capture:
-                capture(8, Overlap("safe"))
-                (graph,) = capture.backend._graphs.values()
-                counts[guard] = nodes(graph)
+    def test_not_one_extra_kernel(self):
+        counts = {guard: self.nodes(Overlap("safe"), guard) for guard in (False, True)}
         self.assertGreater(counts[False], 70)
         self.assertEqual(counts[True], counts[False])
+
+    @torch.no_grad()
+    def test_a_compiled_region_stays_compiled(self):
+        def eager(x):
+            return torch.sigmoid(x) * x + torch.tanh(x)
+
+        compiled = torch.compile(eager, dynamic=False)
+        x = torch.randn(64, 64, device="cuda")
+        self.assertEqual(self.nodes(lambda: compiled(x), guard=True), 1)
+        self.assertEqual(self.nodes(lambda: compiled(x), guard=False), 1)
+        self.assertEqual(self.nodes(lambda: eager(x), guard=True), 4)
 
     def test_compiled_region(self):
         """Its allocations bypass the dispatcher; what leaves it is recorded where it is next used."""

@@ -1,6 +1,7 @@
 """The instruments' server arguments, and that nothing is wrapped while they and the guard are off."""
 
 import argparse
+import sys
 import unittest
 from types import SimpleNamespace
 from unittest import mock
@@ -65,6 +66,24 @@ class ArgumentsTest(unittest.TestCase):
             self.assertEqual(backend.replay(4, SimpleNamespace(batch_size=3)), "out")
         self.assertEqual(backend._graph_diff.steps, 1)
 
+    def test_a_segment_lasts_until_the_next_one_opens(self):
+        """Breaks are counted, not closed segments: what a break queues belongs to the segment before it."""
+        graph = SimpleNamespace(_segments=[object()], _break_fns=[])
+        module = SimpleNamespace(
+            _current_capture_var=SimpleNamespace(get=lambda: SimpleNamespace(cuda_graph=graph))
+        )
+        with mock.patch.dict(sys.modules, {graph_guard._BREAKABLE: module}):
+            capture = graph_guard._stream_safe_capture()
+        self.assertEqual(capture._segment(), 0)
+        graph._break_fns.append(object())
+        self.assertEqual(capture._segment(), 1)
+
+    def test_each_replica_writes_its_own_report(self):
+        self.assertEqual(graph_guard._path_of_rank("a/races.json"), "a/races.json")
+        parallel = SimpleNamespace(dp_rank=3)
+        with mock.patch("sglang.srt.runtime_context.get_parallel", lambda: parallel):
+            self.assertEqual(graph_guard._path_of_rank("a/races.json"), "a/races.dp3.json")
+
     def test_each_rank_writes_its_own_report(self):
         distributed = graph_guard.torch.distributed
         with mock.patch.object(distributed, "is_initialized", return_value=True):
@@ -82,6 +101,13 @@ class ArgumentsTest(unittest.TestCase):
             with mock.patch.dict("os.environ", SGLANG_GRAPH_GUARD="0"):
                 graph_guard.guard_capture(lambda: None, backend, 4)
         self.assertNotIn("_page_canary", vars(backend.model_runner))
+
+    def test_canary_of_a_graph_without_a_runner(self):
+        """Upstream's row-bucket graphs are captured in the middle of a forward."""
+        with mock.patch("sglang.srt.runtime_context.get_exec", lambda: flags(debug_graph_canary=4)):
+            with mock.patch.dict("os.environ", SGLANG_GRAPH_GUARD="0"):
+                forward = lambda: None  # noqa: E731
+                self.assertIs(graph_guard.guard_capture(forward, object(), 4), forward)
 
     def test_canary_refuses_pools_that_others_fill(self):
         args = SimpleNamespace(enable_hierarchical_cache=True, disaggregation_mode="null")

@@ -184,6 +184,19 @@ class PatternTest(unittest.TestCase):
         t.use(SIDE, "in the segment")
         self.assertEqual(t.found(), [(LIVE, "in the break", "in the segment")])
 
+    def test_a_capture_that_was_ordered_after_the_break(self):
+        """The guard makes the wait between break and segment; it holds for every stream of the segment."""
+        for stream in (MAIN, SIDE):
+            t = Trace()
+            t.fork(MAIN, SIDE)
+            t.make(SIDE, "in the break")
+            t.capture_begin(MAIN)
+            t.fork(MAIN, SIDE)
+            t.capture_follows(SIDE)
+            t.wait_dropped(MAIN, SIDE)
+            t.use(stream, "in the segment")
+            self.assertEqual(t.found(), [], stream)
+
     def test_shared_workspace(self):
         t = Trace()
         t.alloc(A.start, A.nbytes, MAIN)

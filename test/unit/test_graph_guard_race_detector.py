@@ -31,6 +31,10 @@ class FakeRecorder(Recorder):
         return True
 
 
+class gl:  # stands for another name of such a module
+    pass
+
+
 class tl:  # stands for triton.language in the kernels below, which are only read
     pass
 
@@ -53,6 +57,12 @@ def kernel_indirect(a_ptr, b_ptr, c_ptr, lock_ptr, n):
     _store_through_helper(b_ptr + n, tl.load(c_ptr))
     tl.store(out, 0)
     tl.atomic_add(lock_ptr, 1)
+
+
+def kernel_other_names(a_ptr, b_ptr, c_ptr, desc_ptr):
+    gl.store(a_ptr, gl.load(c_ptr))
+    gl.nvidia.atomic_add(pointer=b_ptr, value=1)
+    desc_ptr.store([0], 1)
 
 
 class RecorderTest(unittest.TestCase):
@@ -115,6 +125,22 @@ class RecorderTest(unittest.TestCase):
             x.clone()
         self.assertEqual(len(self.report.races), 1)
 
+    def test_the_inside_of_a_custom_op_that_is_written_in_python(self):
+        def forked(x, out):
+            self.recorder.on = 2
+            out.copy_(x)
+            self.recorder.on = 1
+
+        library = torch.library.Library("graph_guard_race_detector", "DEF")
+        self.addCleanup(library._destroy)
+        library.define("forked(Tensor x, Tensor out) -> ()")  # says nothing about what it writes
+        library.impl("forked", forked, "CPU")
+        x, out = torch.ones(4), torch.zeros(4)
+        with self.recorder:
+            torch.ops.graph_guard_race_detector.forked(x, out)
+            out.add_(1)
+        self.assertEqual({r.first.name for r in self.report.races}, {"aten.copy_.default"})
+
     def test_opaque_launch_writes_what_nothing_wrote_yet(self):
         source, result = torch.ones(4), torch.zeros(4)
         self.recorder.on_alloc(result.data_ptr())
@@ -163,6 +189,7 @@ class TritonSourceTest(unittest.TestCase):
         for kernel, pointers in (
             (kernel_copy, {"dst_ptr"}),
             (kernel_indirect, {"a_ptr", "b_ptr", "lock_ptr"}),
+            (kernel_other_names, {"a_ptr", "b_ptr", "desc_ptr"}),
         ):
             self.assertEqual({p for p in written_parameters(kernel) if p.endswith("_ptr")}, pointers)
         self.assertIsNone(written_parameters(len))

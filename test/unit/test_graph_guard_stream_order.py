@@ -28,6 +28,7 @@ class FakeStreams(CudaStreams):
     def __init__(self):
         self.stream = "main"
         self.in_capture = {"main"}
+        self.host = set()  # addresses
         self.recorded = []
 
     def current(self):
@@ -37,7 +38,7 @@ class FakeStreams(CudaStreams):
         return (stream or self.stream) in self.in_capture
 
     def owns(self, tensor):
-        return True
+        return tensor.data_ptr() not in self.host
 
     def record(self, tensor, stream):
         self.recorded.append((tensor.untyped_storage().data_ptr(), stream))
@@ -142,6 +143,20 @@ class StreamSafeCaptureTest(unittest.TestCase):
             torch.ones(1)
         self.assertEqual(forks, ["open", "nested"])
 
+    def test_a_break_that_captures_a_graph_of_its_own(self):
+        """Such a graph (Nemotron-H's shared experts) is ordered by external events; a wait would end its overlap."""
+        forks, segment = [], 0
+        with self.capture(segment=lambda: segment, on_open_fork=forks.append):
+            event = torch.cuda.Event()
+            event.record("main")
+            self.device.in_capture, self.device.stream = {"shared"}, "shared"
+            event.wait("shared")
+            torch.ones(1)
+            self.device.in_capture, self.device.stream = {"main"}, "main"
+            segment = 1
+            torch.ones(1)
+        self.assertEqual(forks, [])
+
     def test_events_are_put_back(self):
         record, wait = FakeEvent.record, FakeEvent.wait
         with self.assertRaises(ZeroDivisionError), self.capture():
@@ -164,13 +179,56 @@ class StreamSafeCaptureTest(unittest.TestCase):
         self.assertIn("Tensor.item()", text)
 
     def test_other_host_reads(self):
-        x = torch.ones(3)
-        reads = (lambda: bool(x[0] > 0), lambda: x.nonzero(), lambda: x.to("cpu", copy=True))
-        for read in reads:
-            with self.capture(), self.assertRaises(HostReadInCaptureError):
+        x, host = torch.ones(3), torch.zeros(3)
+        self.device.host.add(host.data_ptr())
+        reads = {
+            "a scalar": lambda: bool(x[0] > 0),
+            "Tensor.nonzero": lambda: x.nonzero(),
+            "indexing with a mask": lambda: x[x > 0],
+            "masked_select": lambda: x.masked_select(x > 0),
+            "torch.equal": lambda: torch.equal(x, x),
+            "torch.allclose": lambda: torch.allclose(x, x),
+            r"torch.unique\(": lambda: x.unique(),
+            "torch.unique_consecutive": lambda: x.unique_consecutive(),
+            "a blocking copy": lambda: x.to("cpu", copy=True),
+            r"test_other_host_reads.*a blocking copy": lambda: host.copy_(x),
+        }
+        for text, read in reads.items():
+            with self.capture(), self.assertRaisesRegex(HostReadInCaptureError, text):
                 read()
+
+    def test_what_reads_nothing_is_not_refused(self):
+        x, host = torch.ones(3), torch.zeros(3)
+        self.device.host.add(host.data_ptr())
         with self.capture():
             x.to("cpu", copy=True, non_blocking=True)  # a copy to pinned memory is a node like any other
+            host.copy_(x, non_blocking=True)
+            x.copy_(host)
+            x[:0].to("cpu", copy=True)
+            x[torch.tensor([0, 2])]
+            x[x > 0] = 1.0  # a masked fill
+            x.to(torch.float64)
+
+    def test_the_inside_of_a_custom_op_that_is_written_in_python(self):
+        seen = []
+
+        def overlapped(x):
+            self.join("side")
+            temporary = x + 1
+            seen.append(temporary)
+            return temporary * 2
+
+        library = torch.library.Library("graph_guard_stream_order", "DEF")
+        self.addCleanup(library._destroy)
+        library.define("overlapped(Tensor x) -> Tensor")
+        library.impl("overlapped", overlapped, "CPU")
+        with self.capture() as capture:
+            x = torch.ones(4)
+            y = torch.ops.graph_guard_stream_order.overlapped(x)
+            self.assertEqual(capture.streams, ("main", "side"))
+        for tensor in (x, seen[0], y):
+            self.assertEqual(self.streams_of(tensor), {"main", "side"})
+        self.assertEqual(y.tolist(), [4.0] * 4)
 
 
 class BreakTest(unittest.TestCase):

@@ -77,7 +77,7 @@ def _stream_safe_capture() -> StreamSafeCapture:
         return StreamSafeCapture()
     graph = capture.cuda_graph
     return StreamSafeCapture(
-        segment=lambda: len(graph._segments),
+        segment=lambda: len(graph._break_fns),
         on_open_fork=lambda stream: stream_order.order_after_break(graph, stream),
     )
 
@@ -124,11 +124,22 @@ def _race_detector(path: str, backend: Any, shape_key: Any) -> Callable:
 
 
 def _path_of_rank(path: str) -> str:
-    """``path``, with the rank before its suffix where several processes would write to it."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return path
+    """``path``, with replica and rank before its suffix where several processes would write to it."""
     stem, suffix = os.path.splitext(path)
-    return f"{stem}.rank{torch.distributed.get_rank()}{suffix}"
+    if (replica := _replica()) is not None:  # replicas have a world of their own
+        stem += f".dp{replica}"
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        stem += f".rank{torch.distributed.get_rank()}"
+    return stem + suffix
+
+
+def _replica() -> int | None:
+    from sglang.srt.runtime_context import get_parallel
+
+    try:
+        return get_parallel().dp_rank
+    except RuntimeError:  # not published: no server runs in this process
+        return None
 
 
 def _runner_of(backend: Any) -> Any:
@@ -167,7 +178,9 @@ def _watch_pages(every: int, backend: Any) -> None:
     from sglang.srt.model_executor.graph_guard.canary import PageCanary, watched_pools
     from sglang.srt.runtime_context import get_server_args
 
-    model_runner = _runner_of(backend).model_runner
+    model_runner = getattr(_runner_of(backend), "model_runner", None)
+    if model_runner is None:
+        return  # a part of a forward that is watched as a whole
     # A draft model's own pool is small and its target's stores are the ones that requests share.
     if "_page_canary" in vars(model_runner) or getattr(model_runner, "is_draft_worker", False):
         return

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from sglang.srt.model_executor.graph_guard.dispatch import GuardMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 logger = logging.getLogger(__name__)
@@ -280,17 +280,16 @@ class GraphDiff:
                 handle.remove()
 
 
-class _MatchedOps(TorchDispatchMode):
+class _MatchedOps(GuardMode):
     def __init__(self, pattern: re.Pattern, enter: Callable, leave: Callable) -> None:
         super().__init__()
         self._pattern, self._enter, self._leave = pattern, enter, leave
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def handle(self, func, args: tuple, kwargs: dict):
         name = func._schema.name
         if func.is_view or not self._pattern.search(name):
-            return func(*args, **kwargs)
+            return self.call(func, args, kwargs)
         self._enter(name, func, args, kwargs)
-        out = func(*args, **kwargs)
+        out = self.call(func, args, kwargs)
         self._leave(out)
         return out

@@ -195,6 +195,12 @@ class HappensBefore:
         self._members = {stream}
         _join(self._clock((stream, self._capture)), before)
 
+    def capture_follows(self, stream: Hashable) -> None:
+        """The open capture is launched after what ``stream`` queued outside it so far."""
+        before = self._clock((stream, None))
+        for member in self._members:
+            _join(self._clock((member, self._capture)), before)
+
     def capture_end(self) -> None:
         """The capture closes; its replay is one piece of work on the stream it was captured on."""
         if self._capture is None:

@@ -29,8 +29,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from sglang.srt.model_executor.graph_guard.dispatch import GuardMode
 from sglang.srt.model_executor.graph_guard.happens_before import HappensBefore, Operation, Race, Region
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _UNSEEN = 512  # bytes, the allocator's smallest block: the size of an allocatio
 _NO_LAUNCH = frozenset(
     "aten::" + name
     for name in "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh record_stream "
-    "set_ resize_ is_pinned _has_same_storage_numel sym_size sym_stride sym_numel".split()
+    "set_ resize_ _unsafe_view is_pinned _has_same_storage_numel sym_size sym_stride sym_numel".split()
 )
 
 
@@ -207,14 +207,10 @@ def written_parameters(kernel: Callable) -> frozenset[str] | None:
             elif isinstance(node, ast.Call):
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 if name == "store" or name.startswith("atomic_"):
-                    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-                    pointer = node.args[0] if node.args else next((k.value for k in node.keywords), owner)
-                    if (
-                        not (isinstance(owner, ast.Name) and owner.id in ("tl", "language"))
-                        and owner is not None
-                    ):
-                        pointer = owner  # descriptor.store(...)
-                    stored |= roots(pointer)
+                    # descriptor.store(...), or the function of a module, whatever that is called here
+                    owner = roots(node.func.value) if isinstance(node.func, ast.Attribute) else set()
+                    first = node.args[:1] or [k.value for k in node.keywords[:1]]
+                    stored |= owner or set().union(*map(roots, first))
                     continue
                 callee = scope.get(name)
                 callee = getattr(callee, "fn", callee)
@@ -267,7 +263,7 @@ class _Layers:
 
 
 def _stack() -> list[str]:
-    """The caller's frames outside torch, Triton and this file, innermost first."""
+    """The caller's frames outside torch and this package, innermost first."""
     frames = []
     frame = sys._getframe(1)
     while frame is not None and len(frames) < _FRAMES:
@@ -278,14 +274,10 @@ def _stack() -> list[str]:
     return frames
 
 
-_INSIDE = (
-    os.path.dirname(torch.__file__),
-    __file__,
-    os.path.join(os.path.dirname(__file__), "stream_order.py"),
-)
+_INSIDE = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(GuardMode):
     """Feeds one ``HappensBefore`` from the running thread. Use ``detect_graph_races``."""
 
     def __init__(self, report: RaceReport) -> None:
@@ -320,6 +312,9 @@ class Recorder(TorchDispatchMode):
         if self._mine():
             self.engine.synchronize(stream, event)
 
+    def capture_follows(self, stream: torch.cuda.Stream) -> None:
+        self.engine.capture_follows(stream.cuda_stream)
+
     def _mine(self) -> bool:
         return threading.get_ident() == self._thread
 
@@ -329,9 +324,8 @@ class Recorder(TorchDispatchMode):
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+    def handle(self, func, args: tuple, kwargs: dict):
+        out = self.call(func, args, kwargs)
         written, launches, fresh = _writes_of(func)
         results = [t for t in tree_iter(out) if self._is_operand(t)] if fresh else []
         for tensor in results:

@@ -22,17 +22,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from sglang.srt.model_executor.graph_guard.dispatch import GuardMode
 
 logger = logging.getLogger(__name__)
 
 REUSE_SETTING = "graph_capture_record_stream_reuse"
 
+_LENGTH = "the length of a data-dependent result"
 _HOST_READS = {
     "aten::_local_scalar_dense": "a scalar of a CUDA tensor (Tensor.item(), bool(), int(), float())",
-    "aten::nonzero": "the length of a data-dependent result (Tensor.nonzero(), boolean indexing)",
-    "aten::_unique2": "the length of a data-dependent result (torch.unique())",
+    "aten::equal": "whether two CUDA tensors are equal (torch.equal())",
+    "aten::allclose": "whether two CUDA tensors are close (torch.allclose())",
+    "aten::nonzero": f"{_LENGTH} (Tensor.nonzero())",
+    "aten::masked_select": f"{_LENGTH} (torch.masked_select())",
+    "aten::_unique2": f"{_LENGTH} (torch.unique())",
+    "aten::unique_dim": f"{_LENGTH} (torch.unique())",
+    "aten::unique_consecutive": f"{_LENGTH} (torch.unique_consecutive())",
+    "aten::bincount": f"{_LENGTH} (torch.bincount())",
 }
+_COPY = "a CUDA tensor (a blocking copy to the CPU)"
 
 
 class HostReadInCaptureError(RuntimeError):
@@ -105,10 +113,36 @@ def caller_site(skip: tuple[str, ...] = ()) -> str:
 
 
 @functools.cache
-def _plan_of(func) -> tuple[bool, str | None, bool]:
-    """(whether ``func`` only makes views, what it reads on the host, whether that depends on its arguments)."""
+def _plan_of(func) -> tuple[bool, str | None, Callable | None]:
+    """(whether ``func`` only makes views, what it reads on the host, what tells that from its arguments)."""
     name = func._schema.name
-    return func.is_view, _HOST_READS.get(name), name == "aten::_to_copy"
+    return func.is_view, _HOST_READS.get(name), _READS_BY_ARGUMENTS.get(name)
+
+
+def _read_by_conversion(args: tuple, kwargs: dict, owns: Callable) -> str | None:
+    target = kwargs.get("device")
+    to_host = target is not None and torch.device(target).type == "cpu"
+    return _COPY if to_host and owns(args[0]) and not kwargs.get("non_blocking") else None
+
+
+def _read_by_copy(args: tuple, kwargs: dict, owns: Callable) -> str | None:
+    to, source, *rest = args
+    waits = not (kwargs.get("non_blocking") or any(rest))
+    return _COPY if waits and owns(source) and not owns(to) else None
+
+
+def _read_by_index(args: tuple, kwargs: dict, owns: Callable) -> str | None:
+    masks = (torch.bool, torch.uint8)
+    if any(i is not None and i.dtype in masks and owns(i) for i in args[1]):
+        return f"{_LENGTH} (indexing with a mask)"
+    return None
+
+
+_READS_BY_ARGUMENTS = {
+    "aten::_to_copy": _read_by_conversion,
+    "aten::copy_": _read_by_copy,
+    "aten::index": _read_by_index,
+}
 
 
 def refuse_host_read(func, args: tuple, kwargs: dict, device: CudaStreams) -> None:
@@ -117,12 +151,14 @@ def refuse_host_read(func, args: tuple, kwargs: dict, device: CudaStreams) -> No
     Raises:
         HostReadInCaptureError: naming the function that asked, in place of cudaErrorStreamCaptureInvalidated.
     """
-    _, what, copies = _plan_of(func)
-    if copies and not kwargs.get("non_blocking"):
-        target = kwargs.get("device")
-        if target is not None and torch.device(target).type == "cpu":
-            what = "a CUDA tensor (a blocking copy to the CPU)"
-    if what is None or not (isinstance(args[0], torch.Tensor) and device.owns(args[0])):
+    _, what, by_arguments = _plan_of(func)
+    if args[0].numel() == 0:
+        return  # nothing is read
+    if by_arguments is not None:
+        what = by_arguments(args, kwargs, device.owns)
+    elif not device.owns(args[0]):
+        return
+    if what is None:
         return
     raise HostReadInCaptureError(
         f"{caller_site()} reads {what} on the host during CUDA graph capture. A graph that is being captured has no "
@@ -130,7 +166,7 @@ def refuse_host_read(func, args: tuple, kwargs: dict, device: CudaStreams) -> No
     )
 
 
-class StreamSafeCapture(TorchDispatchMode):
+class StreamSafeCapture(GuardMode):
     """Record every storage that appears in a capture on every stream of that capture.
 
     Enter it inside the capture, on the capture's stream. Streams are learned as they join, that is when they wait for
@@ -138,7 +174,8 @@ class StreamSafeCapture(TorchDispatchMode):
     (a graph break) passes untouched, apart from ``on_open_fork``.
 
     Args:
-        segment: number of the captured segment now open; when it changes, the streams of the last one have left.
+        segment: number of the captured segment now open, or last open during a break; when it changes, the streams of
+            the last one have left.
         on_open_fork: called with a stream that an eager break forked off the capture's stream and did not join again.
         device: stands in for CUDA in tests.
     """
@@ -176,19 +213,18 @@ class StreamSafeCapture(TorchDispatchMode):
             self._forget_storages()
 
     # This runs for every operation of a capture; what it costs is the guard's whole cost.
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def handle(self, func, args: tuple, kwargs: dict):
         device = self._device
         if not device.capturing():
-            return func(*args, **kwargs)
-        view, host_read, copies = _plan_of(func)
+            return self.call(func, args, kwargs)
+        view, host_read, by_arguments = _plan_of(func)
         if view:
-            return func(*args, **kwargs)
-        if host_read or copies:
+            return self.call(func, args, kwargs)
+        if host_read or by_arguments:
             refuse_host_read(func, args, kwargs, device)
         if self._segment is not None:
             self._follow_segment()
-        out = func(*args, **kwargs)
+        out = self.call(func, args, kwargs)
         # Operands too: what a compiled region allocated is first seen as the operand of the next operation.
         self._track_all(args)
         if kwargs:
@@ -268,6 +304,8 @@ class StreamSafeCapture(TorchDispatchMode):
                 if stream not in self._streams and self._device.capturing(stream):
                     self._join(stream)
                 return
+            if self._device.capturing(stream):
+                return  # a break captures a graph of its own, which is ordered by events of its own
         source = getattr(event, "_graph_guard_source", None)
         if stream == self._main:
             self._open_forks.pop(source, None)
@@ -317,6 +355,8 @@ def order_after_break(
     if place in ordered:
         return
     ordered.add(place)
+    for mode in GuardMode.on():
+        mode.capture_follows(stream)
 
     def join() -> None:
         current_stream().wait_stream(stream)
