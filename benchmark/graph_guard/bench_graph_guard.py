@@ -4,7 +4,8 @@
 
 Both members of a pair are captured from the same safe code (every reference is kept to its join) through
 FullCudaGraphBackend, so that only the guard differs. Replays alternate within a pair. The interval is the 95%
-t-interval of the mean of the ratios on/off.
+t-interval of the mean of the ratios on/off; the control is the same for a second capture without the guard, on/off
+being off again/off: how far two captures of one program are apart.
 """
 
 import argparse
@@ -76,8 +77,10 @@ class Model(torch.nn.Module):
 
 def interval(ratios):
     """(mean, half width of the 95% t-interval)."""
-    n = len(ratios)
-    t = 1.96 + 2.4 / (n - 1)  # Student's t for n > 10 within 1%
+    n, z = len(ratios), 1.959964
+    df = n - 1
+    # Student's t from the normal quantile (Cornish-Fisher): within 1% from 5 degrees of freedom on.
+    t = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
     return statistics.fmean(ratios), t * statistics.stdev(ratios) / math.sqrt(n)
 
 
@@ -127,23 +130,30 @@ def main():
                     memory[guard] = pool_bytes(capture.backend)
         captures = [on / off for on, off in zip(seconds[True], seconds[False], strict=True)]
         graphs = {}
-        for guard in (False, True):
+        for name, guard in (("off", False), ("on", True), ("off again", False)):
             capture = stack.enter_context(backend("full", guard=guard, stream=stream))
-            graphs[guard] = capture_all(capture, model, x)[1]
+            graphs[name] = capture_all(capture, model, x)[1]
         replays = {}
         for n in (SIZES[0], SIZES[-1]):
-            times = {False: [], True: []}
+            times = {name: [] for name in graphs}
             for pair in range(args.replay_pairs + 3):
-                for guard in (pair % 2 == 0, pair % 2 == 1):
-                    ms = replay_ms(graphs[guard][n], 20)
+                order = list(graphs)
+                for name in order if pair % 2 else reversed(order):
+                    ms = replay_ms(graphs[name][n], 20)
                     if pair >= 3:
-                        times[guard].append(ms)
-            mean, half = interval([on / off for on, off in zip(times[True], times[False], strict=True)])
+                        times[name].append(ms)
+            ratios = {
+                name: [a / b for a, b in zip(times[name], times["off"], strict=True)]
+                for name in ("on", "off again")
+            }
+            (mean, half), (control, control_half) = interval(ratios["on"]), interval(ratios["off again"])
             replays[n] = {
-                "off_ms": statistics.median(times[False]),
-                "on_ms": statistics.median(times[True]),
+                "off_ms": statistics.median(times["off"]),
+                "on_ms": statistics.median(times["on"]),
                 "ratio": mean,
                 "ratio_95": [mean - half, mean + half],
+                "control": control,
+                "control_95": [control - control_half, control + control_half],
                 "pairs": args.replay_pairs,
                 "replays_each": 20,
             }
@@ -172,7 +182,8 @@ def main():
     args.output.write_text(json.dumps(result, indent=1) + "\n")
     for n, r in replays.items():
         print(
-            f"replay size {n}: {r['off_ms']:.4f} -> {r['on_ms']:.4f} ms, ratio {r['ratio']:.4f} {r['ratio_95']}"
+            f"replay size {n}: {r['off_ms']:.4f} -> {r['on_ms']:.4f} ms, ratio {r['ratio']:.4f} {r['ratio_95']}, "
+            f"control {r['control']:.4f} {r['control_95']}"
         )
     c = result["capture"]
     print(f"capture: {c['off_s']:.3f} -> {c['on_s']:.3f} s, ratio {c['ratio']:.3f} {c['ratio_95']}")
