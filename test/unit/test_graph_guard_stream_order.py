@@ -96,6 +96,15 @@ class StreamSafeCaptureTest(unittest.TestCase):
             x[2:].view(2, 3).t()
         self.assertEqual(len(self.device.recorded), before)
 
+    def test_a_resized_storage_has_a_new_block(self):
+        with self.capture():
+            self.join("side")
+            x = torch.ones(4)
+            before = x.data_ptr()
+            x.resize_(1 << 16)
+            self.assertNotEqual(x.data_ptr(), before)
+        self.assertEqual(self.streams_of(x), {"main", "side"})
+
     def test_storage_first_seen_as_an_operand(self):
         """A compiled region's result."""
         x = torch.ones(4)

@@ -191,7 +191,8 @@ class StreamSafeCapture(GuardMode):
         self._on_open_fork = on_open_fork
         self._device = device or CudaStreams()
         self._streams: list[torch.cuda.Stream] = []
-        self._live: set[int] = set()  # storages, each held by a weak reference so that its key stays its own
+        # Address of each storage seen; a weak reference holds it, so that the key stays its own.
+        self._live: dict[int, int] = {}
         self._open_forks: dict[torch.cuda.Stream, None] = {}
         self._thread = threading.get_ident()
         self._patches = None
@@ -251,9 +252,13 @@ class StreamSafeCapture(GuardMode):
         if not self._device.owns(tensor):
             return
         storage = tensor.untyped_storage()
-        if storage._cdata in self._live or storage.nbytes() == 0:
+        key, address = storage._cdata, storage.data_ptr()
+        seen = self._live.get(key)
+        if seen == address or address == 0:
             return
-        self._live.add(storage._weak_ref())
+        if seen is None:
+            storage._weak_ref()
+        self._live[key] = address  # another one after a resize: that block is new
         if len(self._streams) > 1:
             for stream in self._streams:
                 self._device.record(tensor, stream)
@@ -265,7 +270,7 @@ class StreamSafeCapture(GuardMode):
         for key in list(self._live):
             storage = torch.UntypedStorage._new_with_weak_ptr(key)
             if storage is None:
-                self._live.discard(key)
+                del self._live[key]
                 torch.UntypedStorage._free_weak_ref(key)
                 continue
             handle = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
