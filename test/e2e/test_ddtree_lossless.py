@@ -163,6 +163,109 @@ class TestFeatures(DDTreeCase):
             torch.testing.assert_close(torch.tensor(tree_values), torch.tensor(values), atol=1e-3, rtol=1e-3)
 
 
+# Every request of a batch asks for something else; the last for nothing.
+PENALTIES = (
+    dict(frequency_penalty=0.4),
+    dict(presence_penalty=0.8),
+    dict(repetition_penalty=1.5),
+    dict(min_new_tokens=30, stop_token_ids=[3, 9]),
+    dict(),
+    dict(frequency_penalty=-0.2, presence_penalty=0.5, repetition_penalty=0.7, min_new_tokens=12),
+)
+
+
+def penalize(logits, output, options):
+    """One row of logits after `output`, by the definition in ddtree/penalties.py, a token at a time."""
+    logits = logits.clone()
+    for token in set(output):
+        logits[token] -= options.get("frequency_penalty", 0.0) * output.count(token)
+        logits[token] -= options.get("presence_penalty", 0.0)
+        repetition = options.get("repetition_penalty", 1.0)
+        logits[token] *= repetition if logits[token] < 0 else 1 / repetition
+    if len(output) < options.get("min_new_tokens", 0):
+        logits[[1, *options.get("stop_token_ids", ())]] = -float("inf")
+    return logits
+
+
+def penalized(host):
+    """Output tokens through a stop, accepted drafts, and how many requests were retracted on the way."""
+    queue, retracted = host.scheduler._add_request_to_queue, []
+
+    def watched(request, is_retracted=False, **options):
+        retracted.extend([request.rid] * is_retracted)
+        return queue(request, is_retracted=is_retracted, **options)
+
+    host.scheduler._add_request_to_queue = watched
+    requests = [
+        host.submit(
+            prompt,
+            temperature=0,
+            max_new_tokens=TOKENS,
+            ignore_eos="min_new_tokens" not in options,
+            **options,
+        )
+        for prompt, options in zip(PROMPTS, PENALTIES)
+    ]
+    host.finish(requests)
+    return (
+        [list(request.output_ids_through_stop) for request in requests],
+        sum(request.spec_num_correct_drafts for request in requests),
+        len(retracted),
+    )
+
+
+class TestPenalties(DDTreeCase):
+    """Greedy, against the definition.
+
+    Plain decoding follows it with overlap scheduling off and without retractions; else it counts a step late or forgets.
+    Where a request combines repetition with the others, the order that upstream applies them in varies by process.
+    """
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        # Upstream's penalizer of min_new_tokens asks the tokenizer for its stop tokens.
+        cls.plain |= {"skip_tokenizer_init": False, "disable_overlap_schedule": True}
+        cls.tree |= {"skip_tokenizer_init": False, "speculative_num_draft_tokens": 32}
+        cls.expected = [cls.by_definition(*case) for case in zip(PROMPTS, PENALTIES)]
+
+    @classmethod
+    def by_definition(cls, prompt, options):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(cls.target, dtype=torch.float32)
+        stops = [1, *options.get("stop_token_ids", ())] if "min_new_tokens" in options else []
+        output = []
+        while len(output) < TOKENS and not set(output[-1:]) & set(stops):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + output])).logits[0, -1]
+            output.append(int(penalize(logits, output, options).argmax()))
+        return output
+
+    def check(self, **arguments):
+        outputs, accepted, retracted = in_child(self.tree | arguments, penalized)
+        self.assertEqual(outputs, self.expected)
+        self.assertGreater(accepted, 30)
+        return retracted
+
+    def test_plain_decoding(self):
+        self.assertEqual(in_child(self.plain, penalized)[0][:-1], self.expected[:-1])
+
+    def test_they_matter(self):
+        without = [self.by_definition(prompt, {}) for prompt in PROMPTS]
+        differ = [a != b[: len(a)] for a, b in zip(self.expected, without)]
+        self.assertEqual(differ, [True, True, True, True, False, True])
+
+    def test_tree(self):
+        self.check()
+
+    def test_mixed_prefill(self):
+        self.check(chunked_prefill_size=16, enable_mixed_chunk=True)
+
+    def test_retraction(self):
+        self.assertGreater(self.check(speculative_num_draft_tokens=16, max_total_tokens=480), 0)
+
+
 def filtered(probabilities, *, top_k=None, top_p=1.0, min_p=0.0):
     """A row of probabilities under the sampling options, as SGLang defines them."""
     ranked, index = probabilities.sort(descending=True)
@@ -186,8 +289,8 @@ class TestSampling(DDTreeCase):
     count = 1200
     prompt = PROMPTS[2]
 
-    def exact(self, temperature=1.0, **options):
-        """Probability of each first pair of tokens, [V, V] float64."""
+    def exact(self, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, **penalties):
+        """Probability of each first triple of tokens, [V, V, V] float64."""
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(self.target, dtype=torch.float64)
@@ -195,7 +298,14 @@ class TestSampling(DDTreeCase):
         def next_token(prompts):
             with torch.no_grad():
                 logits = model(torch.tensor(prompts)).logits[:, -1]
-            return torch.stack([filtered(row, **options) for row in (logits / temperature).softmax(-1)])
+            for row, prompt in zip(logits, prompts):
+                row.copy_(penalize(row, prompt[len(self.prompt) :], penalties))
+            return torch.stack(
+                [
+                    filtered(row, top_k=top_k, top_p=top_p, min_p=min_p)
+                    for row in (logits / temperature).softmax(-1)
+                ]
+            )
 
         first = next_token([self.prompt])[0]
         second = next_token([[*self.prompt, token] for token in range(VOCABULARY)])
@@ -220,7 +330,7 @@ class TestSampling(DDTreeCase):
         return float(chi / (freedom * (1 - spread**2 + 4.265 * spread) ** 3))
 
     def check(self, **options):
-        arguments = self.tree | {"speculative_num_draft_tokens": 24}
+        arguments = self.tree | {"speculative_num_draft_tokens": 24, "skip_tokenizer_init": False}
         answers = in_child(arguments, sample, self.prompt, self.count, options)
         self.assertLess(self.statistic(answers, self.exact(**options)), 1.0)
 
@@ -241,6 +351,16 @@ class TestSampling(DDTreeCase):
 
     def test_all_options(self):
         self.check(temperature=1.7, top_k=9, top_p=0.9, min_p=0.1)
+
+    def test_penalties(self):
+        self.check(
+            temperature=1.7,
+            top_p=0.9,
+            frequency_penalty=0.8,
+            presence_penalty=-1.5,
+            repetition_penalty=1.4,
+            min_new_tokens=2,
+        )
 
     def test_power(self):
         """The check rejects an emitter that is greedy in one answer of ten."""

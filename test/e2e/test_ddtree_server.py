@@ -9,6 +9,7 @@ from pathlib import Path
 
 import requests
 from ddtree_host import write_models
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.utils import kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase, popen_launch_server
@@ -45,6 +46,7 @@ class TestDDTreeServer(CustomTestCase):
                 "--max-running-requests",
                 "8",
                 "--enable-metrics",
+                "--enable-custom-logit-processor",
                 "--skip-server-warmup",
             ],  # fmt: skip
         )
@@ -94,10 +96,28 @@ class TestDDTreeServer(CustomTestCase):
         answer = self.generate(sampling_params={"json_schema": schema, "ignore_eos": False}).json()
         self.assertIn(json.loads(answer["text"]), ({"a": 0}, {"a": 1}))
 
+    def test_penalties(self):
+        """No token comes twice while others are left."""
+        ids = self.generate(
+            sampling_params={"presence_penalty": 2, "frequency_penalty": 2, "max_new_tokens": 6}
+        )
+        self.assertEqual(len(set(ids.json()["output_ids"])), 6)
+        free = self.generate(sampling_params={"max_new_tokens": 6}).json()["output_ids"]
+        self.assertLess(len(set(free)), 6)
+
+    def test_min_new_tokens(self):
+        """A stop token that would come is held off."""
+        free = self.generate().json()["output_ids"]
+        stop = {"stop_token_ids": [free[4]], "ignore_eos": False}
+        self.assertLessEqual(len(self.generate(sampling_params=stop).json()["output_ids"]), 5)
+        late = self.generate(sampling_params=stop | {"min_new_tokens": 20}).json()["output_ids"]
+        self.assertGreaterEqual(len(late), 20)
+        self.assertNotIn(free[4], late[:19])
+
     def test_a_request_it_cannot_answer_exactly_is_refused(self):
-        answer = self.generate(sampling_params={"frequency_penalty": 0.5})
+        answer = self.generate(custom_logit_processor=DisallowedTokensLogitsProcessor.to_str())
         self.assertEqual(answer.status_code, 400)
-        self.assertIn("DDTREE does not support frequency_penalty", answer.text)
+        self.assertIn("DDTREE does not support custom_logit_processor", answer.text)
         self.assertEqual(self.generate().status_code, 200)
 
     def test_metrics(self):

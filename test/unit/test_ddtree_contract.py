@@ -147,28 +147,27 @@ class TestRefusals(ArgumentsCase):
 
 class TestRequests(ArgumentsCase):
     def request(self, **parameters):
-        params = dict(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, min_new_tokens=0)
-        given = {
-            name: parameters.pop(name, False) for name in ("return_sampling_mask", "return_hidden_states")
-        }
-        processor = parameters.pop("custom_logit_processor", None)
-        return SimpleNamespace(
-            sampling_params=SimpleNamespace(**params | parameters), custom_logit_processor=processor, **given
-        )
+        neutral = dict(custom_logit_processor=None, return_sampling_mask=False, return_hidden_states=False)
+        return SimpleNamespace(**neutral | parameters)
 
     def test_refused_by_name_through_the_seam(self):
         publish(self.resolve(), role="scheduler")
         self.assertIsNone(validate_dflash_request(self.request(), False))
         for name, value in (
-            ("frequency_penalty", 0.5), ("presence_penalty", 0.5), ("repetition_penalty", 1.2), ("min_new_tokens", 1),
             ("custom_logit_processor", "x"), ("return_sampling_mask", True), ("return_hidden_states", True),
         ):  # fmt: skip
             with self.subTest(name):
                 self.assertIn(name, validate_dflash_request(self.request(**{name: value}), False))
 
+    def test_a_refused_processor_does_not_run(self):
+        publish(self.resolve(), role="scheduler")
+        request = self.request(custom_logit_processor="x")
+        validate_dflash_request(request, False)
+        self.assertIsNone(request.custom_logit_processor)
+
     def test_other_algorithms_are_left_alone(self):
         publish(self.resolve(speculative_algorithm=None, speculative_draft_model_path=None), role="scheduler")
-        self.assertIsNone(validate_dflash_request(self.request(frequency_penalty=0.5), False))
+        self.assertIsNone(validate_dflash_request(self.request(custom_logit_processor="x"), False))
 
 
 class TestUpstreamContract(CustomTestCase):

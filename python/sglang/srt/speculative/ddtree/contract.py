@@ -223,18 +223,9 @@ def refuse_request(req) -> str | None:
     """The reason why DDTREE cannot answer a request exactly, or None; always None when another algorithm serves."""
     if get_spec().speculative_algorithm != "DDTREE":
         return None
-    params = req.sampling_params
-    for name, used in (
-        ("frequency_penalty", params.frequency_penalty != 0.0),
-        ("presence_penalty", params.presence_penalty != 0.0),
-        ("repetition_penalty", params.repetition_penalty != 1.0),
-        ("min_new_tokens", params.min_new_tokens > 0),
-    ):
-        if used:
-            return (
-                f"DDTREE does not support {name}: each node of a tree has its own history of output tokens."
-            )
     if req.custom_logit_processor is not None:
+        # Upstream runs one prefill of what is refused; in it, a processor that fails would end the server.
+        req.custom_logit_processor = None
         return "DDTREE does not support custom_logit_processor: it sees a request, not a tree node's history."
     if req.return_sampling_mask:
         return "DDTREE does not support return_sampling_mask."

@@ -21,6 +21,7 @@ from sglang.srt.runtime_context import get_exec, get_observability, get_parallel
 from sglang.srt.speculative.ddtree.build import TreeBuilder
 from sglang.srt.speculative.ddtree.info import DDTreeVerifyInput
 from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader
+from sglang.srt.speculative.ddtree.penalties import OutputPenalties
 from sglang.srt.speculative.ddtree.verify import constrain, kv_buffers, target_tokens
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
@@ -109,6 +110,11 @@ class DDTreeWorker(DFlashWorkerV2):
             device=self.device,
         )
 
+        self.penalties = OutputPenalties(
+            requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
+            vocabulary=self.model_runner.model_config.vocab_size,
+            device=self.device,
+        )
         self.metrics = DDTreeMetrics(
             rows=self.tree_rows,
             depth=self.block_size,
@@ -130,9 +136,13 @@ class DDTreeWorker(DFlashWorkerV2):
         is_decode = not (
             batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle()
         )
-        if not is_decode:
-            return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
-        return self._decode(batch, on_publish, grammar_barrier)
+        if is_decode:
+            return self._decode(batch, on_publish, grammar_barrier)
+        penalized = self.penalties.begin(batch)
+        result = super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+        if penalized is not None:
+            self.penalties.count(batch.req_pool_indices, result.next_token_ids[:, None].long())
+        return result
 
     def _decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
         draft_input: DFlashDraftInputV2 = batch.spec_info
@@ -174,11 +184,18 @@ class DDTreeWorker(DFlashWorkerV2):
             if batch.has_grammar
             else None
         )
+        penalized = self.penalties.options(batch.reqs)
+        if penalized is not None:
+            self.penalties.apply(
+                logits, penalized, batch.sampling_info, batch.req_pool_indices, trees, positions
+            )
         constrain(logits, batch.sampling_info, grammar_mask, rows)
         scored = logits.clone() if batch.return_logprob else logits  # the sampler overwrites its logits
         target = target_tokens(logits, batch.sampling_info, self.model_runner.sampler, positions, rows)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target)
         accepted = accept(trees, target.view(bs, rows), Accepted.allocate(bs, depth, self.device))
+        if penalized is not None:
+            self.penalties.count(batch.req_pool_indices, accepted.tokens, accepted.lengths)
         new_seq_lens = prefix_lens + accepted.lengths
         if on_publish is not None:
             on_publish(new_seq_lens)

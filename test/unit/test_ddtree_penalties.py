@@ -1,0 +1,159 @@
+"""Penalties at each row of a tree, against a loop over tokens that follows upstream's definition."""
+
+import unittest
+from types import SimpleNamespace
+
+import torch
+from sgl_kernel.ddtree import DraftTrees, build
+from sglang.srt.speculative.ddtree.penalties import OutputPenalties
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+register_cpu_ci(est_time=15, suite="unit")
+
+VOCABULARY = 11
+POOL = 9  # rows of the request pool
+STOPS = (1, 4)
+OPTIONS = (
+    dict(frequency_penalty=0.7),
+    dict(presence_penalty=-0.4),
+    dict(repetition_penalty=1.7),
+    dict(min_new_tokens=6),
+    dict(),
+    dict(frequency_penalty=-0.3, presence_penalty=0.9, repetition_penalty=0.6, min_new_tokens=9),
+)
+
+
+def request(prompt=5, output=(), **options):
+    neutral = dict(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, min_new_tokens=0)
+    return SimpleNamespace(
+        sampling_params=SimpleNamespace(**neutral | options), origin_input_ids=[2] * prompt, output_ids=output
+    )
+
+
+def stop_mask(requests):
+    """What upstream's penalizers accumulate when they have seen no token."""
+    mask = torch.zeros(len(requests), VOCABULARY)
+    for row, req in zip(mask, requests):
+        if req.sampling_params.min_new_tokens:
+            row[list(STOPS)] = -float("inf")
+    return mask
+
+
+def penalized(logits, req, output):
+    """One row of logits after the output tokens `output`, one token at a time."""
+    params, result = req.sampling_params, logits.clone()
+    for token in range(VOCABULARY):
+        times = list(output).count(token)
+        x = float(logits[token]) - params.frequency_penalty * times
+        if times:
+            x -= params.presence_penalty
+            x = x * params.repetition_penalty if x < 0 else x / params.repetition_penalty
+        if len(output) < params.min_new_tokens and token in STOPS:
+            x = -float("inf")
+        result[token] = x
+    return result
+
+
+class TestRowsOfATree(CustomTestCase):
+    def setUp(self):
+        self.generator = torch.Generator().manual_seed(7)
+        self.requests = [request(prompt=3 + i, **options) for i, options in enumerate(OPTIONS)]
+        self.pool_rows = torch.tensor([4, 1, 8, 2, 0, 7], dtype=torch.int32)
+        self.penalties = OutputPenalties(POOL, VOCABULARY, "cpu")
+
+    def tokens(self, *shape):
+        return torch.randint(VOCABULARY, shape, generator=self.generator)
+
+    def trees(self, bonus, rows, depth=5, candidates=4):
+        """Trees with tokens that come again on a path."""
+        b = len(bonus)
+        order = torch.rand(b, depth, VOCABULARY, generator=self.generator).argsort(-1)[..., :candidates]
+        scores = torch.rand(b, depth, candidates, generator=self.generator).sort(-1, descending=True).values
+        return build(order.contiguous(), scores.log(), bonus, DraftTrees.allocate(b, rows, "cpu"))
+
+    def begin(self, requests, pool_rows, decoding=None, late=0):
+        """The prefill of requests; what the sampler is handed. The host is `late` tokens behind where decoding."""
+        lens = [
+            len(req.origin_input_ids) + len(req.output_ids) + late * any(req is r for r in decoding or ())
+            for req in requests
+        ]
+        info = SimpleNamespace(acc_additive_penalties=stop_mask(requests), acc_scaling_penalties=None)
+        batch = SimpleNamespace(
+            reqs=requests,
+            decoding_reqs=decoding,
+            req_pool_indices=pool_rows,
+            seq_lens=torch.tensor(lens),
+            sampling_info=info,
+        )
+        return self.penalties.begin(batch), info
+
+    def check_rows(self, outputs, rows):
+        """One verify step after `outputs`, whose last tokens are the roots."""
+        trees = self.trees(torch.tensor([output[-1] for output in outputs]), rows)
+        logits = torch.randn(len(outputs) * rows, VOCABULARY, generator=self.generator)
+        prefix = torch.tensor([len(r.origin_input_ids) + len(o) - 1 for r, o in zip(self.requests, outputs)])
+        positions = (prefix[:, None] + trees.depths).flatten()
+        found = logits.clone()
+        options = self.penalties.options(self.requests)
+        info = SimpleNamespace(acc_additive_penalties=stop_mask(self.requests))
+        self.penalties.apply(found, options, info, self.pool_rows, trees, positions)
+        for i, (req, output) in enumerate(zip(self.requests, outputs)):
+            for row in range(int(trees.num_rows[i])):
+                path, node = [], row
+                while node > 0:
+                    path.insert(0, int(trees.tokens[i, node]))
+                    node = int(trees.parents[i, node])
+                at = i * rows + row
+                torch.testing.assert_close(found[at], penalized(logits[at], req, output + path))
+
+    def test_several_steps(self):
+        """The first token of a prefill, then steps of which each emits another number of tokens."""
+        self.begin(self.requests, self.pool_rows)
+        outputs = [[int(token)] for token in self.tokens(len(self.requests))]
+        self.penalties.count(self.pool_rows, torch.tensor(outputs))
+        for rows in (24, 70, 2):
+            self.check_rows(outputs, rows)
+            emitted = self.tokens(len(outputs), 5)
+            lengths = torch.tensor([1, 5, 2, 3, 4, 5], dtype=torch.int32)
+            self.penalties.count(self.pool_rows, emitted, lengths)
+            outputs = [o + e[:n].tolist() for o, e, n in zip(outputs, emitted, lengths)]
+        self.check_rows(outputs, 24)
+
+    def check_sampler(self, info, requests, outputs):
+        """What begin() handed the sampler, applied as upstream does: additive first."""
+        for i, (req, output) in enumerate(zip(requests, outputs)):
+            logits = torch.randn(VOCABULARY, generator=self.generator)
+            found = logits + info.acc_additive_penalties[i]
+            scale = info.acc_scaling_penalties[i]
+            found = torch.where(found < 0, found * scale, found / scale)
+            torch.testing.assert_close(found, penalized(logits, req, output))
+
+    def test_prefill_after_retraction(self):
+        """The output so far counts, what the pool row counted before does not."""
+        self.begin(self.requests, self.pool_rows)
+        self.penalties.count(self.pool_rows, self.tokens(len(self.requests), 5))
+        for length, req in zip((1, 3, 6, 2, 0, 8), self.requests):
+            req.output_ids = self.tokens(length).tolist()
+        _, info = self.begin(self.requests, self.pool_rows)
+        self.check_sampler(info, self.requests, [req.output_ids for req in self.requests])
+
+    def test_mixed_batch_keeps_the_counts_of_running_requests(self):
+        running, fresh = self.requests[:3], self.requests[3:]
+        self.begin(running, self.pool_rows[:3])
+        outputs = self.tokens(3, 4)
+        self.penalties.count(self.pool_rows[:3], outputs)
+        for req, output in zip(running, outputs.tolist()):
+            req.output_ids = output[:-3]  # the scheduler is a step behind under overlap scheduling
+        _, info = self.begin(self.requests, self.pool_rows, decoding=running, late=3)
+        self.check_sampler(info, running + fresh, [*outputs.tolist(), [], [], []])
+
+    def test_nothing_asked_costs_nothing(self):
+        options, info = self.begin([request(), request(output=[3])], self.pool_rows[:2])
+        self.assertIsNone(options)
+        self.assertIsNone(info.acc_scaling_penalties)
+        self.assertIsNone(self.penalties._counts)
+
+
+if __name__ == "__main__":
+    unittest.main()
