@@ -10,6 +10,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 from graph_guard_harness import backend
 from sglang.srt.model_executor.graph_guard.canary import PageCanary, WatchedPool, hash_pages
 from sglang.srt.model_executor.graph_guard.differential import CAPTURED_WRONG, INPUT_WRONG
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import eager_on_graph
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=25, suite="gpu")
@@ -72,6 +73,20 @@ class ProbeTest(unittest.TestCase):
         found = self.run_probe(0, r"layers\.2$")
         self.assertEqual({f.verdict for f in found}, {INPUT_WRONG})
         self.assertEqual(len(found), 3)
+
+    def test_a_module_in_an_eager_break_is_left_out(self):
+        model = Model(None)
+        x = torch.randn(8, 64, device="cuda")
+        in_break = eager_on_graph(lambda y: model.layers[1](y))
+        with torch.no_grad(), backend("breakable", model=model, debug_graph_diff="layers") as capture:
+            replay = capture(8, lambda: model.layers[2](in_break(model.layers[0](x))))
+            for _ in range(2):
+                x.normal_()
+                replay()
+            probe = capture.backend._graph_diff
+            (sites,) = probe._sites.values()
+            self.assertEqual({s.name for s in sites.values() if s.captured}, {"layers.0", "layers.2"})
+            self.assertEqual(probe.findings, [])
 
     def test_right_graph(self):
         self.assertEqual(self.run_probe(None, r"layers|aten::mm"), [])

@@ -44,7 +44,7 @@ class Model(torch.nn.Module):
 class ProbeTest(unittest.TestCase):
     def probe(self, model, pattern, buckets=((4, 3),)):
         torch.manual_seed(0)
-        probe = GraphDiff(pattern, model)
+        probe = GraphDiff(pattern, model, capturing=lambda: True)
         inputs = {bucket: torch.randn(bucket, 8) for bucket, _ in buckets}
         found = {}
         with torch.no_grad():
@@ -92,7 +92,7 @@ class ProbeTest(unittest.TestCase):
 
     def test_a_call_of_another_shape_is_said_and_left_out(self):
         model = Model(Layer())
-        probe = GraphDiff("layers.0$", model)
+        probe = GraphDiff("layers.0$", model, capturing=lambda: True)
         with torch.no_grad():
             with probe.warmup(4, lambda: model(torch.ones(4, 8))):
                 model(torch.ones(4, 8))
@@ -100,6 +100,46 @@ class ProbeTest(unittest.TestCase):
                 with probe.capture(4):
                     model(torch.ones(5, 8))
         self.assertIn("layers.0", log.output[0])
+
+    def test_an_op_that_only_writes_into_its_arguments(self):
+        broken = []
+
+        def scaled(out, x):
+            out.copy_(x * (2 if broken else 3))
+
+        library = torch.library.Library("graph_guard_differential", "DEF")
+        self.addCleanup(library._destroy)
+        library.define("scaled(Tensor(a!) out, Tensor x) -> ()")
+        library.impl("scaled", scaled, "CPU")
+        x, out = torch.ones(4, 8), torch.zeros(4, 8)
+        probe = GraphDiff("scaled", None, capturing=lambda: True)
+        forward = lambda: torch.ops.graph_guard_differential.scaled(out, x)  # noqa: E731
+        with torch.no_grad():
+            with probe.warmup(4, forward):
+                forward()
+            broken.append(True)
+            with probe.capture(4):
+                forward()
+            broken.clear()
+            (found,) = probe.check(4, 4, 4)
+        self.assertEqual((found.verdict, found.difference), (CAPTURED_WRONG, 1.0))
+
+    def test_what_an_eager_break_runs_is_left_out(self):
+        """Only the capture's own pass would stash there, so every later replay would be compared with that one."""
+        model = Model(Layer(broken_rows=1))
+        captured = [False]
+        probe = GraphDiff("layers.0$", model, capturing=lambda: captured[0])
+        x = torch.ones(4, 8)
+        with torch.no_grad():
+            with probe.warmup(4, lambda: model(x)):
+                model(x)
+            model.layers[0].capturing = True
+            for captured[0], findings in ((False, 0), (True, 1)):
+                with probe.capture(4):
+                    model(x)
+                model.layers[0].capturing = False
+                self.assertEqual(len(probe.check(4, 4, 4)), findings)
+                model.layers[0].capturing = True
 
     def test_bad_pattern(self):
         with self.assertRaisesRegex(ValueError, "--debug-graph-diff must be a regular expression, got '\\('"):

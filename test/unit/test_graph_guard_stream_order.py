@@ -295,10 +295,14 @@ class ExpertInputTest(unittest.TestCase):
     def test_only_where_a_second_stream_may_read(self):
         for alt_stream, changed in ((None, 0), ("alt", 1)):
             model = self.model(alt_stream)
-            self.assertEqual(keep_expert_inputs(model), changed)
-            self.assertEqual(model[0].experts.moe_runner_config.inplace, not changed)
-            self.assertEqual(keep_expert_inputs(model), 0)
-        self.assertEqual(keep_expert_inputs(None), 0)
+            config = model[0].experts.moe_runner_config
+            with self.assertRaises(ZeroDivisionError), keep_expert_inputs(model) as layers:
+                self.assertEqual(layers, changed)
+                self.assertEqual(config.inplace, not changed)
+                raise ZeroDivisionError
+            self.assertTrue(config.inplace)
+        with keep_expert_inputs(None) as layers:
+            self.assertEqual(layers, 0)
 
 
 class FlashInferTest(unittest.TestCase):

@@ -56,15 +56,16 @@ def guard_capture(forward: Callable[[], Any], backend: Any, shape_key: Any) -> C
     if enabled():
         stream_order.enable_record_stream_reuse()
         stream_order.separate_flashinfer_workspaces()
-        stream_order.keep_expert_inputs(_model_of(backend))
 
     def guarded() -> Any:
         capturing = torch.cuda.is_current_stream_capturing()
         with ExitStack() as stack:
             for instrument in instruments:
                 stack.enter_context(instrument(forward, capturing))
-            if capturing and enabled():
-                stack.enter_context(_stream_safe_capture())
+            if enabled():
+                stack.enter_context(stream_order.keep_expert_inputs(_model_of(backend)))
+                if capturing:
+                    stack.enter_context(_stream_safe_capture())
             return forward()
 
     return guarded

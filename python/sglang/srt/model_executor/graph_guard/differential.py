@@ -7,7 +7,7 @@ inputs, and each site runs once more on the inputs that were stashed in the grap
 them. Only the rows of real requests are compared, since padding rows hold anything.
 
 The eager forward stores the same keys and values to the same slots again. A model whose state is not idempotent
-(Mamba) can't be probed.
+(Mamba) can't be probed. What an eager break runs is no part of a graph and is left out.
 """
 
 from __future__ import annotations
@@ -109,11 +109,18 @@ class GraphDiff:
         pattern: regular expression, searched in qualified module names and in op names such as ``aten::mm``.
         model: its modules are matched; may be None to match ops alone.
         tolerance: see ``difference``.
+        capturing: whether the current stream is being captured; tests pass another.
     Raises:
         ValueError: ``pattern`` is no regular expression.
     """
 
-    def __init__(self, pattern: str, model: torch.nn.Module | None, tolerance: float = 4.0) -> None:
+    def __init__(
+        self,
+        pattern: str,
+        model: torch.nn.Module | None,
+        tolerance: float = 4.0,
+        capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
+    ) -> None:
         try:
             self._pattern = re.compile(pattern)
         except re.error as e:
@@ -122,6 +129,7 @@ class GraphDiff:
             [(n, m) for n, m in model.named_modules() if n and self._pattern.search(n)] if model else []
         )
         self._tolerance = tolerance
+        self._capturing = capturing
         self._sites: dict[Hashable, dict[tuple[str, int], _Site]] = {}
         self._forwards: dict[Hashable, Callable] = {}
         self._missed: set[str] = set()
@@ -173,6 +181,8 @@ class GraphDiff:
             return True
 
         def before(key, call, args, kwargs):
+            if not self._capturing():
+                return  # in an eager break, which doesn't stash when it is replayed
             if key not in sites:
                 self._missed.add(f"{key[0]} (call {key[1]}, bucket {bucket})")
                 return
@@ -217,8 +227,13 @@ class GraphDiff:
             return worst
 
         def before(key, call, args, kwargs):
-            if key in sites and sites[key].captured:
-                wrong_inputs[key] = compare(sites[key].inputs, tensors_of((args, kwargs)))
+            if key not in sites or not sites[key].captured:
+                return
+            # What it writes may hold anything before, so that says nothing about its inputs.
+            written = {id(t) for t in call.written(args, kwargs)} if isinstance(call, _Op) else ()
+            tensors = zip(sites[key].inputs, tensors_of((args, kwargs)), strict=True)
+            read = [(stashed, t) for stashed, t in tensors if id(t) not in written]
+            wrong_inputs[key] = compare([stashed for stashed, _ in read], [t for _, t in read])
 
         with self._observe(before, lambda key, out: None):
             self._forwards[bucket]()
@@ -289,7 +304,32 @@ class _MatchedOps(GuardMode):
         name = func._schema.name
         if func.is_view or not self._pattern.search(name):
             return self.call(func, args, kwargs)
-        self._enter(name, func, args, kwargs)
+        op = _Op(func)
+        self._enter(name, op, args, kwargs)
         out = self.call(func, args, kwargs)
-        self._leave(out)
+        self._leave(op.results(out, args, kwargs))
         return out
+
+
+class _Op:
+    """A matched op as a site's call. One that returns nothing results in what it writes."""
+
+    def __init__(self, func) -> None:
+        self._func = func
+
+    def __call__(self, *args, **kwargs):
+        return self.results(self._func(*args, **kwargs), args, kwargs)
+
+    def results(self, out: Any, args: tuple, kwargs: dict) -> Any:
+        return out if self._func._schema.returns else self.written(args, kwargs)
+
+    def written(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        given = dict(enumerate(args)) | kwargs
+        arguments = enumerate(self._func._schema.arguments)
+        return tensors_of(
+            [
+                given.get(i, given.get(a.name))
+                for i, a in arguments
+                if a.alias_info is not None and a.alias_info.is_write
+            ]
+        )

@@ -398,28 +398,30 @@ def order_dropped_join(capture, stream: torch.cuda.Stream) -> None:
         order_after_break(capture.cuda_graph, stream)
 
 
-def keep_expert_inputs(model: torch.nn.Module | None) -> int:
+@contextmanager
+def keep_expert_inputs(model: torch.nn.Module | None) -> Iterator[int]:
     """Let routed experts write to memory of their own where a shared expert may read their input on another stream.
 
     DeepSeek's dual-stream MoE forks before the routed experts and issues the shared expert after them, both on the
-    same hidden states, while the routed experts' Triton path writes its result over them.
+    same hidden states, while the routed experts' Triton path writes its result over them. Only captured forwards do
+    so, so eager ones keep writing in place.
 
     Returns:
-        How many layers were changed.
+        How many layers are changed for the block.
     Source:
         sglang.srt.models.deepseek_v2.DeepseekV2MoE.forward_normal_dual_stream, 0.5.23.
     """
-    changed = 0
+    changed = []
     for module in model.modules() if model is not None else ():
         config = getattr(getattr(module, "experts", None), "moe_runner_config", None)
         if getattr(module, "alt_stream", None) is not None and config is not None and config.inplace:
             config.inplace = False
-            changed += 1
-    if changed:
-        logger.info(
-            "Graph guard: routed experts of %d layers no longer overwrite what another stream reads.", changed
-        )
-    return changed
+            changed.append(config)
+    try:
+        yield len(changed)
+    finally:
+        for config in changed:
+            config.inplace = True
 
 
 def order_after_reads(allocating: torch.cuda.Stream, reading: torch.cuda.Stream) -> None:
