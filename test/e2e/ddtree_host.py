@@ -6,6 +6,7 @@ One process serves one configuration, as a server's process does: `generate` in 
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from pathlib import Path
 
@@ -16,13 +17,16 @@ MASK_TOKEN = 2
 SYMBOLS = ("<s>", "</s>", "<mask>", *'{}":,[]01ab-c')  # the tokens, by id: enough for a small JSON
 
 
-def write_models(folder: Path, *, seed: int = 0, layers: int = 3) -> tuple[str, str]:
+def write_models(
+    folder: Path, *, seed: int = 0, layers: int = 3, vocabulary: int = VOCABULARY
+) -> tuple[str, str]:
     """Writes a random Llama target and a random DFlash drafter for it (block 8), in float32.
 
     Args:
         folder: to write into.
         seed: of the weights.
         layers: of the target.
+        vocabulary: tokens; the tokenizer knows the first VOCABULARY of them.
 
     Returns:
         The paths of target and drafter.
@@ -35,7 +39,7 @@ def write_models(folder: Path, *, seed: int = 0, layers: int = 3) -> tuple[str, 
         hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1, head_dim=64
     )
     config = LlamaConfig(
-        **shape, vocab_size=VOCABULARY, num_hidden_layers=layers, max_position_embeddings=2048,
+        **shape, vocab_size=vocabulary, num_hidden_layers=layers, max_position_embeddings=2048,
         tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, dtype="float32",
     )  # fmt: skip
     target = LlamaForCausalLM(config)
@@ -53,7 +57,7 @@ def write_models(folder: Path, *, seed: int = 0, layers: int = 3) -> tuple[str, 
                 **shape,
                 architectures=["DFlashDraftModel"],
                 model_type="qwen3",
-                vocab_size=VOCABULARY,
+                vocab_size=vocabulary,
                 num_hidden_layers=2,
                 max_position_embeddings=2048,
                 rms_norm_eps=1e-6,
@@ -102,7 +106,7 @@ def write_mla_target(folder: Path, *, seed: int = 3) -> str:
         qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value, first_k_dense_replace=layers,
         n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, topk_group=1, n_group=1, topk_method="greedy",
         rms_norm_eps=1e-6, rope_theta=10000.0, hidden_act="silu", tie_word_embeddings=False, bos_token_id=0,
-        eos_token_id=1, dtype="bfloat16", attention_bias=False,
+        eos_token_id=1, dtype="bfloat16", attention_bias=False, moe_layer_freq=1, scoring_func="softmax",
         rope_scaling=dict(type="yarn", rope_type="yarn", factor=2.0, original_max_position_embeddings=1024, beta_fast=32,
                           beta_slow=1, mscale=1.0, mscale_all_dim=1.0),
     )  # fmt: skip
@@ -150,16 +154,19 @@ class SchedulerHost:
     """Upstream's Scheduler without its processes and sockets: requests in, finished `Req` objects out.
 
     Args:
+        rank: of this process; at tensor parallelism all ranks must do the same, with one nccl_port.
         arguments: of ServerArgs; what a tiny model on a CPU needs is filled in.
     """
 
-    def __init__(self, **arguments):
+    def __init__(self, rank: int = 0, **arguments):
         from sglang.srt.managers import scheduler as module
         from sglang.srt.plugins import load_plugins
         from sglang.srt.runtime_context import SpawnRanks, publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         load_plugins()
+        if arguments.get("tp_size", 1) > 1:  # else upstream wants a NUMA node a rank
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * arguments["tp_size"]))
         arguments = dict(
             device="cpu", dtype="float32", attention_backend="torch_native", sampling_backend="pytorch",
             skip_tokenizer_init=True, mem_fraction_static=0.05, max_total_tokens=4096, max_running_requests=8,
@@ -167,7 +174,7 @@ class SchedulerHost:
         ) | arguments  # fmt: skip
         self.args = ServerArgs(**arguments)
         self.args.resolve_once()
-        publish(self.args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+        publish(self.args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
         self.scheduler = module.Scheduler(self.args, PortArgs.init_new(self.args))
         self.count = 0
         self.aborted = set()
@@ -181,19 +188,19 @@ class SchedulerHost:
         self.scheduler._create_generation_req = remember
 
     def submit(self, prompt: list[int], **sampling):
-        """Queues a request; returns its Req. `return_logprob` and `top_logprobs_num` are not sampling parameters."""
+        """Queues a request; returns its Req. Of its options those of logprobs are not sampling parameters."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         self.count += 1
         logprob = {name: sampling.pop(name, default) for name, default in
-                   (("return_logprob", False), ("top_logprobs_num", 0))}  # fmt: skip
+                   (("return_logprob", False), ("top_logprobs_num", 0), ("logprob_start_len", -1))}  # fmt: skip
         params = SamplingParams(**sampling)
         params.normalize(self.scheduler.tokenizer)
         self.scheduler.handle_generate_request(
             TokenizedGenerateReqInput(
                 rid=f"r{self.count}", input_text=None, input_ids=array("q", prompt), input_embeds=None, mm_inputs=None,
-                token_type_ids=None, sampling_params=params, logprob_start_len=-1, token_ids_logprob=None, stream=False,
+                token_type_ids=None, sampling_params=params, token_ids_logprob=None, stream=False,
                 **logprob,
             )
         )  # fmt: skip
@@ -202,6 +209,23 @@ class SchedulerHost:
     def generate(self, prompts: list[list[int]], **sampling) -> list:
         """Runs requests to their end in upstream's own event loop; returns their Reqs."""
         return self.finish([self.submit(prompt, **sampling) for prompt in prompts])
+
+    def gaps(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[list[float]]:
+        """How far each output token is from greedy: the logit of this model's first choice after the same tokens, by one
+        prefill over prompt and output, minus the token's. 0: the first choice; near 0: a tie, as bfloat16 has many.
+        """
+        everything = self.scheduler.model_config.vocab_size
+        requests = self.finish([
+            self.submit([*prompt, *output], temperature=0, max_new_tokens=1, return_logprob=True,
+                        top_logprobs_num=everything, logprob_start_len=len(prompt) - 1)
+            for prompt, output in zip(prompts, outputs)
+        ])  # fmt: skip
+        found = []
+        for request, output in zip(requests, outputs):
+            values = request.logprob.input_top_logprobs_val[-len(output) :]
+            tokens = request.logprob.input_top_logprobs_idx[-len(output) :]
+            found.append([v[0] - v[list(t).index(token)] for v, t, token in zip(values, tokens, output)])
+        return found
 
     def abort(self, request) -> None:
         """As a client that hangs up."""
@@ -278,7 +302,6 @@ class Child:
 
 
 def _run_child(pipe, arguments, job, args) -> None:
-    import os
     import traceback
 
     try:
@@ -293,3 +316,14 @@ def _run_child(pipe, arguments, job, args) -> None:
 def in_child(arguments: dict, job, *args):
     """The result of a Child."""
     return Child(arguments, job, *args).result()
+
+
+def in_ranks(arguments: dict, job, *args) -> list:
+    """The results of the Children of a tensor-parallel group, by rank. They run the same job."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        arguments = arguments | {"nccl_port": probe.getsockname()[1]}
+    children = [Child(arguments | {"rank": rank}, job, *args) for rank in range(arguments["tp_size"])]
+    return [child.result() for child in children]

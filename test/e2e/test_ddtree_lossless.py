@@ -5,7 +5,7 @@ import unittest
 from pathlib import Path
 
 import torch
-from ddtree_host import SYMBOLS, VOCABULARY, in_child, write_models
+from ddtree_host import SYMBOLS, VOCABULARY, in_child, in_ranks, write_models
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -92,6 +92,36 @@ class TestGreedy(DDTreeCase):
     def test_retraction(self):
         """A pool too small for all requests: some are retracted and start again."""
         self.check(50, speculative_num_draft_tokens=16, max_total_tokens=480)
+
+
+def greedy_and_sampled(host):
+    """greedy(), and tokens drawn after it."""
+    return greedy(host), sample(
+        host, PROMPTS[2], 8, {"temperature": 1.5, "top_p": 0.9, "frequency_penalty": 0.3}
+    )
+
+
+class TestTensorParallel(CustomTestCase):
+    """Two ranks over gloo, each with half of a vocabulary that is large enough to be split (64 tokens a rank)."""
+
+    def test_two_ranks(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        target, drafter = write_models(Path(folder.name), vocabulary=128)
+        arguments = dict(
+            model_path=target,
+            speculative_algorithm="DDTREE",
+            speculative_draft_model_path=drafter,
+            speculative_num_draft_tokens=96,
+            speculative_eagle_topk=32,
+        )
+        first, second = in_ranks(arguments | {"tp_size": 2}, greedy_and_sampled)
+        self.assertEqual(first, second)
+        alone = in_child(arguments, greedy)
+        # The same tokens in the same steps: the ranks' trees are the one rank's.
+        self.assertEqual(first[0], alone)
+        self.assertGreater(alone[2], 30)
+        self.assertEqual(alone[0], in_child({"model_path": target}, greedy)[0])
 
 
 def again(host):
