@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--drafter", required=True, help="folder of the drafter")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON, token ids of prompts")
     parser.add_argument(
-        "--cases", nargs="+", default=CASES, help="ALGORITHM[:N][:FLAG=VALUE]...; default: %(default)s"
+        "--cases", nargs="+", default=CASES, help="ALGORITHM[:N][:FLAG[=VALUE]]...; default: %(default)s"
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument(

@@ -18,20 +18,20 @@ def flags(case: str, drafter: str) -> list[str]:
     """Server flags of a case.
 
     Args:
-        case: ALGORITHM[:N][:FLAG=VALUE]..., such as "none", "DFLASH", "DDTREE:32", "DDTREE:32:speculative-ddtree-spine=keep".
+        case: ALGORITHM[:N][:FLAG[=VALUE]]..., such as "none", "DFLASH", "DDTREE:32", "DDTREE:32:speculative-ddtree-spine=keep".
             N: rows of the verify tree.
         drafter: folder of the drafter.
     """
     algorithm, *rest = case.split(":")
-    if algorithm == "none":
-        result = []
-    else:
-        result = [
-            "--speculative-algorithm", algorithm, "--speculative-draft-model-path", drafter,
-        ]  # fmt: skip
+    result = []
+    if algorithm != "none":
+        result += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", drafter]
     for option in rest:
-        name, _, value = option.rpartition("=")
-        result += [f"--{name or 'speculative-num-draft-tokens'}", value]
+        name, equals, value = option.partition("=")
+        if name.isdigit():
+            result += ["--speculative-num-draft-tokens", name]
+        else:
+            result += [f"--{name}", value] if equals else [f"--{name}"]
     return result
 
 

@@ -1,5 +1,6 @@
 """DDTREE on a CUDA device: graphs and overlap scheduling on, in every verify mode, against plain decoding."""
 
+import json
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ PROMPTS = [
 ]
 TOKENS = 64
 SECONDS = 300  # for all children together; one that hangs must not keep the others' results
+TIE = 0.1  # logits; bfloat16's noise in them is of this size
 ERROR = 1.0  # added to the output of one layer by a kernel that is wrong on purpose
 
 
@@ -89,59 +91,81 @@ class _WrongKernel:
         ddtree_backend.verify_gqa = wrong
 
 
-class TestDDTreeCuda(
-    unittest.TestCase
-):  # not CustomTestCase, whose module wants packages that a bare CUDA host lacks
+class _Judge:
+    """greedy() of plain decoding, which then judges the other children's answers: how far each token is from greedy.
+
+    Identity would ask too much: in bfloat16 two tokens are often a rounding apart, and which wins depends on the shape of the
+    batch. So each token is compared with the first choice after the same tokens, and plain decoding's own answers are too.
+    """
+
+    def __init__(self, answers: Path):
+        self.answers = answers
+
+    def __call__(self, host):
+        result = greedy(host)
+        deadline = time.monotonic() + SECONDS
+        while not self.answers.exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        answers = json.loads(self.answers.read_text()) | {"plain": result[0]}
+        return (*result, {name: host.gaps(PROMPTS, outputs) for name, outputs in answers.items()})
+
+
+# not CustomTestCase, whose module wants packages that a bare CUDA host lacks
+class TestDDTreeCuda(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        target, drafter = write_models(Path(folder.name))
+        temporary = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(temporary.cleanup)
+        folder = Path(temporary.name)
+        target, drafter = write_models(folder)
         plain = dict(
             model_path=target, device="cuda", dtype="bfloat16", attention_backend="triton", mem_fraction_static=0.8,
             max_total_tokens=16384, cuda_graph_max_bs_decode=8, cuda_graph_backend_prefill="disabled",
         )  # fmt: skip
         tree = plain | dict(speculative_algorithm="DDTREE", speculative_draft_model_path=drafter)
-        mla = dict(model_path=write_mla_target(Path(folder.name)))
+        rows_32 = tree | dict(speculative_num_draft_tokens=32)
+        validate = rows_32 | dict(speculative_ddtree_verify="validate")
+        rows_130 = tree | dict(speculative_num_draft_tokens=130, speculative_eagle_topk=12, page_size=16)
+        mla = dict(model_path=write_mla_target(folder))
         fp8 = dict(kv_cache_dtype="fp8_e4m3")
-        cls.children = {
-            "plain": Child(plain, greedy),
-            "native": Child(tree | dict(speculative_num_draft_tokens=32), without_waiting),
-            "validate": Child(
-                tree | dict(speculative_num_draft_tokens=32, speculative_ddtree_verify="validate"), greedy
-            ),
-            "wrong": Child(
-                tree | dict(speculative_num_draft_tokens=32, speculative_ddtree_verify="validate"),
-                _WrongKernel(),
-            ),
-            "triton, page 64": Child(
+        # name: the plain decoding that judges it, its arguments, its job
+        trees = {
+            "native": ("plain", rows_32, without_waiting),
+            "validate": ("plain", validate, greedy),
+            "wrong": ("plain", validate, _WrongKernel()),
+            "triton, page 64": (
+                "plain",
                 tree
                 | dict(speculative_num_draft_tokens=70, page_size=64, speculative_ddtree_verify="triton"),
                 greedy,
             ),
-            "native, page 16, no overlap": Child(
-                tree
-                | dict(
-                    speculative_num_draft_tokens=130,
-                    speculative_eagle_topk=12,
-                    page_size=16,
-                    disable_overlap_schedule=True,
-                ),  # fmt: skip
-                greedy,
-            ),
-            "mla plain": Child(plain | mla, greedy),
-            "mla": Child(tree | mla | dict(speculative_num_draft_tokens=32), greedy),
-            "fp8 plain": Child(plain | fp8, greedy),
-            "fp8": Child(tree | fp8 | dict(speculative_num_draft_tokens=32), greedy),
-            "chain, no graph": Child(tree | dict(speculative_eagle_topk=1, disable_cuda_graph=True), greedy),
+            "native, page 16, no overlap": ("plain", rows_130 | dict(disable_overlap_schedule=True), greedy),
+            "chain": ("plain", tree | dict(speculative_eagle_topk=1), greedy),
+            "no graph": ("plain", rows_32 | dict(disable_cuda_graph=True), greedy),
+            "mla": ("mla plain", rows_32 | mla, greedy),
+            "fp8": ("fp8 plain", rows_32 | fp8, greedy),
         }
-        cls.results = {}
+        plains = {"plain": plain, "mla plain": plain | mla, "fp8 plain": plain | fp8}
+        children = {name: Child(arguments, job) for name, (_, arguments, job) in trees.items()}
+        judges = {name: Child(arguments, _Judge(folder / name)) for name, arguments in plains.items()}
         deadline = time.monotonic() + SECONDS
-        for name, child in cls.children.items():
+
+        def collect(child):
             try:
-                cls.results[name] = child.result(max(1.0, deadline - time.monotonic()))
+                return child.result(max(1.0, deadline - time.monotonic()))
             except RuntimeError as error:
-                cls.results[name] = error
+                return error
+
+        cls.results = {name: collect(child) for name, child in children.items()}
+        for judge in plains:
+            answers = {
+                name: cls.results[name][0]
+                for name, (judged_by, _, _) in trees.items()
+                if judged_by == judge and not isinstance(cls.results[name], RuntimeError)
+            }
+            (folder / "answers").write_text(json.dumps(answers))
+            (folder / "answers").rename(folder / judge)
+        cls.results |= {name: collect(child) for name, child in judges.items()}
 
     def result(self, name):
         result = self.results[name]
@@ -150,11 +174,17 @@ class TestDDTreeCuda(
         return result
 
     def agree(self, name, least_accepted, plain="plain"):
-        """The same tokens, but for near-ties of bfloat16, of which a request may meet one in its life."""
-        outputs, accepted, (before, after) = self.result(name)[:3]
-        expected = self.result(plain)[0]
-        same = sum(a == b for a, b in zip(outputs, expected))
-        self.assertGreaterEqual(same, len(PROMPTS) - 2, f"{name}: {outputs} instead of {expected}")
+        """Every token is plain decoding's first choice after the same tokens, or ties with it."""
+        _, accepted, (before, after) = self.result(name)[:3]
+        judged = self.result(plain)[4]
+        flat = {
+            who: sorted((g for gaps in judged[who] for g in gaps), reverse=True) for who in (name, "plain")
+        }
+        ties = sum(gap > 0 for gap in flat[name])
+        print(f"{name}: {ties} of {len(flat[name])} tokens tie; largest gaps {flat[name][:4]}, "
+              f"plain decoding's own {flat['plain'][:4]}")  # fmt: skip
+        self.assertLessEqual(flat[name][0], max(TIE, 2 * flat["plain"][0]))
+        self.assertLess(ties, len(flat[name]) // 10)
         self.assertEqual(before, after, "KV slots leaked")
         self.assertGreaterEqual(accepted, least_accepted)
 
@@ -174,8 +204,11 @@ class TestDDTreeCuda(
     def test_no_overlap(self):
         self.agree("native, page 16, no overlap", 50)
 
-    def test_chain_without_graphs(self):
-        self.agree("chain, no graph", 5)
+    def test_chain(self):
+        self.agree("chain", 5)
+
+    def test_no_graph(self):
+        self.agree("no graph", 50)
 
     def test_validate(self):
         self.agree("validate", 50)
