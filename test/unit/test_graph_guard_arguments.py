@@ -110,14 +110,20 @@ class ArgumentsTest(unittest.TestCase):
                 self.assertIs(graph_guard.guard_capture(forward, object(), 4), forward)
 
     def test_canary_refuses_pools_that_others_fill(self):
-        args = SimpleNamespace(enable_hierarchical_cache=True, disaggregation_mode="null")
+        usual = {"enable_hierarchical_cache": False, "enable_hisparse": False, "disaggregation_mode": "null"}
         backend = SimpleNamespace(model_runner=SimpleNamespace())
-        with (
-            mock.patch("sglang.srt.runtime_context.get_exec", lambda: flags(debug_graph_canary=4)),
-            mock.patch("sglang.srt.runtime_context.get_server_args", lambda: args),
+        for other in (
+            {"enable_hierarchical_cache": True},
+            {"enable_hisparse": True},
+            {"disaggregation_mode": "decode"},
         ):
-            with self.assertRaisesRegex(
-                ValueError, "--debug-graph-canary can't be used with --enable-hierarchical-cache"
+            args = SimpleNamespace(**{**usual, **other})
+            with (
+                mock.patch("sglang.srt.runtime_context.get_exec", lambda: flags(debug_graph_canary=4)),
+                mock.patch("sglang.srt.runtime_context.get_server_args", lambda args=args: args),
+                self.assertRaisesRegex(
+                    ValueError, "--debug-graph-canary can't be used with --enable-hierarchical-cache"
+                ),
             ):
                 graph_guard.guard_capture(lambda: None, backend, 4)
 

@@ -186,10 +186,10 @@ def _watch_pages(every: int, backend: Any) -> None:
     if "_page_canary" in vars(model_runner) or getattr(model_runner, "is_draft_worker", False):
         return
     args = get_server_args()
-    if args.enable_hierarchical_cache or args.disaggregation_mode != "null":
+    if args.enable_hierarchical_cache or args.enable_hisparse or args.disaggregation_mode != "null":
         raise ValueError(
-            "--debug-graph-canary can't be used with --enable-hierarchical-cache or --disaggregation-mode: they store "
-            "to pages outside a forward."
+            "--debug-graph-canary can't be used with --enable-hierarchical-cache, --enable-hisparse or "
+            "--disaggregation-mode: they store to pages outside a forward, or to other pages than its slots name."
         )
     model_runner._page_canary = PageCanary(watched_pools(model_runner.token_to_kv_pool), every)
     model_runner._page_canary.watch(model_runner)

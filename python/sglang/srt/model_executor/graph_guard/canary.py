@@ -6,9 +6,9 @@ the pages of its ``out_cache_loc``. A page whose hash changed since it was last 
 stored to, is reported with step, page and owner. Hashing, comparing and logging stay on the device; the host reads
 the log without waiting, a step later.
 
-Covered: writes by forwards, and ``move_kv_cache``. Pools that something else fills (hierarchical cache, disaggregation)
-are refused, since their stores aren't known here. The compressors' request-scoped rings have no pages and aren't
-watched.
+Covered: writes by forwards, and ``move_kv_cache``. Pools that something else fills (hierarchical cache and sparse
+attention, disaggregation) are refused, since their stores aren't known here. The compressors' request-scoped rings
+have no pages and aren't watched.
 """
 
 from __future__ import annotations
