@@ -78,6 +78,12 @@ def measure(server, prompts, batches: list[int], counts: list[int], tokens: int)
     return rows, [a["output_ids"] for a in answers]
 
 
+def plain_of(case: str) -> str:
+    """The case that judges `case`: plain decoding with the same number formats."""
+    formats = [o for o in case.split(":") if o.startswith(("dtype=", "kv-cache-dtype="))]
+    return ":".join(["none", *formats])
+
+
 def judge(plain, prompts, expected, outputs) -> dict:
     """How `outputs` differ from plain decoding's answers, and how far each of their tokens is from greedy."""
     gaps = closed_loop(
@@ -119,7 +125,7 @@ def main() -> None:
     parser.add_argument("--judge", nargs="*", default=None, help="cases to compare with plain decoding (all)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--port", type=int, default=31000)
+    parser.add_argument("--port", type=int, default=12000, help="of the first server")
     parser.add_argument("--start-seconds", type=float, default=240, help="to wait for the servers")
     parser.add_argument("--commit", help="of this repository; git's by default")
     parser.add_argument(
@@ -135,10 +141,8 @@ def main() -> None:
     commit = (
         args.commit or subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip()
     )
-    common = [*device_flags(args.device), "--dtype", args.dtype, "--context-length", "2048",
-              "--max-total-tokens", "32768", "--max-running-requests", str(max(args.batches))]  # fmt: skip
-    if args.device == "cuda":
-        common += ["--cuda-graph-max-bs-decode", str(max(args.batches))]
+    common = [*device_flags(args.device, max(args.batches)), "--dtype", args.dtype, "--context-length", "2048",
+              "--max-total-tokens", "32768"]  # fmt: skip
     prompts = json.loads(args.prompts.read_text())
     result = dict(
         gpu=torch.cuda.get_device_name() if args.device == "cuda" else "CPU", torch=torch.__version__, commit=commit,
@@ -172,8 +176,9 @@ def main() -> None:
             )
     asked = prompts[:: max(1, len(prompts) // args.counts[-1])][: args.counts[-1]]
     for case in args.cases if args.judge is None else args.judge:
-        if case in outputs and "none" in outputs:
-            found = judge(servers["none"], asked, outputs["none"], outputs[case])
+        plain = plain_of(case)
+        if case in outputs and plain in outputs:
+            found = judge(servers[plain], asked, outputs[plain], outputs[case])
             result["exactness"][case] = found
             save()
             print(

@@ -26,6 +26,7 @@ import requests
 from servers import closed_loop, device_flags, flags, start
 
 ROOT = Path(__file__).resolve().parents[2]
+RUNNING = 16  # requests at once; more wait
 REGEX = r"\[[01](,[01]){3,12}\]"
 SCHEMA = {
     "type": "object",
@@ -204,7 +205,7 @@ def main() -> int:
     )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--port", type=int, default=31500)
+    parser.add_argument("--port", type=int, default=12500, help="of the first server")
     parser.add_argument("--commit", help="of this repository; git's by default")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/ddtree-load"))
     parser.add_argument("--output", type=Path, required=True)
@@ -215,11 +216,8 @@ def main() -> int:
     commit = (
         args.commit or subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip()
     )
-    common = [*device_flags(args.device), "--dtype", args.dtype, "--context-length", str(args.longest + 512),
-              "--max-total-tokens", str(args.pool), "--max-running-requests", "16", "--chunked-prefill-size", "1024",
-              "--enable-metrics"]  # fmt: skip
-    if args.device == "cuda":
-        common += ["--cuda-graph-max-bs-decode", "16"]
+    common = [*device_flags(args.device, RUNNING), "--dtype", args.dtype, "--context-length", str(args.longest + 512),
+              "--max-total-tokens", str(args.pool), "--chunked-prefill-size", "1024", "--enable-metrics"]  # fmt: skip
     prompts = json.loads(args.prompts.read_text())
     result = dict(
         gpu=torch.cuda.get_device_name() if args.device == "cuda" else "CPU", torch=torch.__version__, commit=commit,

@@ -35,17 +35,18 @@ def flags(case: str, drafter: str) -> list[str]:
     return result
 
 
-def device_flags(device: str) -> list[str]:
-    """What every server of a measurement has in common."""
+def device_flags(device: str, requests_at_once: int) -> list[str]:
+    """What every server of a measurement has in common. Few graph sizes: with seven servers, capturing takes a while."""
     common = [
         "--device", device, "--sampling-backend", "pytorch", "--skip-server-warmup", "--random-seed", "1",
-        "--log-level", "warning", "--sleep-on-idle",
+        "--log-level", "warning", "--sleep-on-idle", "--max-running-requests", str(requests_at_once),
     ]  # fmt: skip
     if device == "cpu":
         return [*common, "--mem-fraction-static", "0.1"]
+    sizes = [str(1 << i) for i in range(requests_at_once.bit_length()) if 1 << i < requests_at_once]
     return [
         *common, "--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled",
-        "--mem-fraction-static", "0.8",
+        "--cuda-graph-bs-decode", *sizes, str(requests_at_once), "--mem-fraction-static", "0.8",
     ]  # fmt: skip
 
 
