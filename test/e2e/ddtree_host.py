@@ -194,13 +194,14 @@ class SchedulerHost:
 
         self.count += 1
         logprob = {name: sampling.pop(name, default) for name, default in
-                   (("return_logprob", False), ("top_logprobs_num", 0), ("logprob_start_len", -1))}  # fmt: skip
+                   (("return_logprob", False), ("top_logprobs_num", 0), ("logprob_start_len", -1),
+                    ("token_ids_logprob", None))}  # fmt: skip
         params = SamplingParams(**sampling)
         params.normalize(self.scheduler.tokenizer)
         self.scheduler.handle_generate_request(
             TokenizedGenerateReqInput(
                 rid=f"r{self.count}", input_text=None, input_ids=array("q", prompt), input_embeds=None, mm_inputs=None,
-                token_type_ids=None, sampling_params=params, token_ids_logprob=None, stream=False,
+                token_type_ids=None, sampling_params=params, stream=False,
                 **logprob,
             )
         )  # fmt: skip

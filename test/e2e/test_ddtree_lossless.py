@@ -89,10 +89,6 @@ class TestGreedy(DDTreeCase):
     def test_chunked_and_mixed_prefill(self):
         self.check(50, speculative_num_draft_tokens=32, chunked_prefill_size=16, enable_mixed_chunk=True)
 
-    def test_retraction(self):
-        """A pool too small for all requests: some are retracted and start again."""
-        self.check(50, speculative_num_draft_tokens=16, max_total_tokens=480)
-
 
 def greedy_and_sampled(host):
     """greedy(), and tokens drawn after it."""
@@ -133,12 +129,56 @@ def again(host):
     return answer, list(second.output_ids)[:20], second.cached_tokens
 
 
-def logprobs(host):
-    requests = host.generate(PROMPTS, temperature=0, max_new_tokens=20, ignore_eos=True, return_logprob=True)
-    return [
-        (list(request.output_ids)[:20], request.logprob.output_token_logprobs_val[:20])
-        for request in requests
+def lengths(host):
+    """Answers of 0 to 20 tokens, so that many end inside an accepted path."""
+    requests = [
+        host.submit(PROMPTS[2], temperature=0, max_new_tokens=tokens, ignore_eos=True) for tokens in range(21)
     ]
+    return [list(request.output_ids_through_stop) for request in host.finish(requests)]
+
+
+def to_the_end(host):
+    """Answers that only the context's end (of the model: 2048 tokens) ends, and whether no slot leaked."""
+    free = host.free_slots()
+    requests = host.generate(
+        [PROMPTS[4] * 21, PROMPTS[3] * 31], temperature=0, max_new_tokens=4096, ignore_eos=True
+    )
+    return [list(request.output_ids_through_stop) for request in requests], host.free_slots() - free
+
+
+def biased(host):
+    bias = {"5": 2.0, "12": 1.0, "7": -3.0}
+    requests = [
+        host.submit(
+            prompt,
+            temperature=0,
+            max_new_tokens=20,
+            ignore_eos=True,
+            **({"logit_bias": bias} if i % 2 else {}),
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    return [list(request.output_ids_through_stop) for request in host.finish(requests)]
+
+
+def logprobs(host):
+    """What is reported of each request: tokens, and all its log-probabilities as tensors by kind."""
+    requests = host.generate(
+        PROMPTS, temperature=0, max_new_tokens=19, ignore_eos=True,
+        return_logprob=True, top_logprobs_num=3, token_ids_logprob=[4, 11], logprob_start_len=0,
+    )  # fmt: skip
+    kinds = ("token_logprobs_val", "top_logprobs_val", "top_logprobs_idx", "token_ids_logprobs_val")
+
+    def reported(request):
+        output = list(request.output_ids_through_stop)
+        values = {}
+        for kind in kinds:
+            values["input_" + kind] = [v for v in getattr(request.logprob, "input_" + kind) if v is not None]
+            # The last path may go past the end; upstream's streamer leaves that out.
+            values["output_" + kind] = getattr(request.logprob, "output_" + kind)[: len(output)]
+        return output, values
+
+    return [reported(request) for request in requests]
 
 
 REGEX = r'\{"[ab]+":[01]+(,"[abc]+":\[[01]*\])*\}'
@@ -167,7 +207,13 @@ class TestFeatures(DDTreeCase):
         return in_child(self.plain, job, *args), in_child(self.tree | self.arguments, job, *args)
 
     def test_radix_cache_sees_compacted_kv(self):
-        answer, second, cached = in_child(self.tree | self.arguments, again)
+        self.check_cache()
+
+    def test_radix_cache_in_pages(self):
+        self.check_cache(page_size=16)
+
+    def check_cache(self, **arguments):
+        answer, second, cached = in_child(self.tree | self.arguments | arguments, again)
         self.assertGreater(cached, len(PROMPTS[4]) + 10, "the answer's KV was not in the cache")
         self.assertEqual(in_child(self.plain, again)[0], answer)
         self.assertEqual(second[:10], answer[30:])
@@ -186,11 +232,30 @@ class TestFeatures(DDTreeCase):
                 self.assertRegex(text.removesuffix("</s>"), f"^{REGEX}$")
 
     def test_logprobs(self):
+        """Of input and output, the token's own, the three largest and two asked for."""
         plain, tree = self.both(logprobs)
         for (tokens, values), (tree_tokens, tree_values) in zip(plain, tree):
             self.assertEqual(tree_tokens, tokens)
-            # float32, two attention implementations
-            torch.testing.assert_close(torch.tensor(tree_values), torch.tensor(values), atol=1e-3, rtol=1e-3)
+            for kind, expected in values.items():
+                with self.subTest(kind):
+                    # float32, two attention implementations
+                    torch.testing.assert_close(
+                        torch.tensor(tree_values[kind]), torch.tensor(expected), atol=1e-3, rtol=1e-3
+                    )
+
+    def test_an_answer_ends_inside_a_path(self):
+        plain, tree = self.both(lengths)
+        self.assertEqual(tree, plain)
+        self.assertEqual([len(output) for output in tree[1:]], list(range(1, 21)))
+
+    def test_context_ends(self):
+        plain, tree = self.both(to_the_end)
+        self.assertEqual(tree, plain)
+        self.assertEqual(tree[1], 0, "KV slots leaked")
+
+    def test_logit_bias(self):
+        plain, tree = self.both(biased)
+        self.assertEqual(tree, plain)
 
 
 # Every request of a batch asks for something else; the last for nothing.

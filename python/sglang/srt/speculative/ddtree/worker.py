@@ -17,7 +17,14 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
-from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_serving, get_spec
+from sglang.srt.runtime_context import (
+    get_exec,
+    get_observability,
+    get_parallel,
+    get_schedule,
+    get_serving,
+    get_spec,
+)
 from sglang.srt.speculative.ddtree.build import TreeBuilder
 from sglang.srt.speculative.ddtree.info import DDTreeVerifyInput
 from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader
@@ -85,6 +92,24 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def prewarm_sampling(self):
         return self.model_runner.prewarm_sampling()
+
+    def alloc_memory_pool(
+        self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None
+    ):
+        self._widen(req_to_token_pool)
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+
+    def _widen(self, pool) -> None:
+        """Makes the request's row of slots as long as what the scheduler writes into it.
+
+        It reserves 2N slots beyond what is committed, in whole pages, also at the end of the context. Upstream 0.5.23 has
+        room for N + 4 there at page size 1: on CUDA the rest would go into the next request's row.
+        """
+        table = pool.req_to_token
+        width = self.model_runner.model_config.context_len + 2 * self.tree_rows + get_schedule().page_size
+        if width > table.shape[1]:
+            pool.req_to_token = table.new_zeros(table.shape[0], width)
+            self.model_runner.init_kv_index_translator()  # which holds the table
 
     def init_attention_backends(self):
         super().init_attention_backends()
