@@ -11,10 +11,12 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint kernels wheel dev lock check clean
+TARGET ?= cuda
+
+.PHONY: help install serve test lint kernels wheel dev lock check image image-test clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: ## make .venv: the profile (PROFILE=cpu|cuda), our kernels and the patched SGLang
 	@$(PYTHON) -m tools.environment --profile $(PROFILE)
@@ -32,6 +34,7 @@ lint: ## ruff, clang-format, shellcheck and the patch rules
 	@.venv/bin/ruff format --check .
 	@git ls-files '*.h' '*.cuh' '*.cu' '*.cc' | xargs .venv/bin/clang-format --dry-run --Werror
 	@git ls-files '*.sh' .ci/run | xargs .venv/bin/shellcheck --severity=warning
+	@.venv/bin/hadolint docker/Dockerfile
 	@.venv/bin/python -m tools.patchset check
 
 kernels: ## compile our kernels for sm_90, sm_100 and sm_120; report registers, spills, shared memory, SASS
@@ -47,10 +50,19 @@ wheel: ## dist/sglang-*.whl for this Python
 dev: ## assemble build/dev with our files as links: PYTHONPATH=build/dev runs what you edit
 	@$(PYTHON) -m tools.patchset dev
 
+image: ## build the container image TARGET=cuda|cpu with buildah, as root (docker/README.md)
+	@$(PYTHON) -m tools.image.build $(TARGET) $(if $(RECORD),--record $(RECORD))
+
+image-test: ## build the cpu image from scratch, serve from it and check it (as root, 15 GB of disk)
+	@$(PYTHON) -m tools.environment --profile $(PROFILE) --extra test
+	@.venv/bin/python test/run_suite.py --suite image
+
 lock: ## write requirements/*.lock from requirements/*.in
-	@for name in cpu build test cuda-toolkit; do \
-	  uv pip compile requirements/$$name.in $$([ $$name = cpu ] && echo --no-deps) --generate-hashes \
-	    --python-version 3.11 --python-platform x86_64-unknown-linux-gnu -q --no-annotate --no-header \
+	@for name in cpu build test cuda-toolkit cuda image; do \
+	  uv pip compile requirements/$$name.in --generate-hashes $$([ $$name = cpu ] && echo --no-deps) \
+	    $$([ $$name = cuda ] && echo --no-emit-package sglang) --python-version 3.11 \
+	    --python-platform $$([ $$name = cuda ] && echo x86_64-manylinux_2_36 || echo x86_64-unknown-linux-gnu) \
+	    -q --no-annotate --no-header \
 	    -o requirements/$$name.lock || exit 1; \
 	done
 

@@ -23,8 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TEST_GLOBS = ("test/**/test_*.py", "sgl-kernel/tests/test_*.py", "benchmark/**/test_*.py")
 # Each file of these suites runs in a process of its own: they start servers, or hold a device.
-SEPARATE_PROCESSES = ("e2e", "gpu")
-SUITES = ("unit", "kernel", "e2e", "gpu")
+SEPARATE_PROCESSES = ("e2e", "gpu", "image")
+SUITES = ("unit", "kernel", "e2e", "gpu", "image")
+ON_REQUEST = ("image",)  # builds a container image, as root: `make image-test`
 CLOSING = re.compile(r"(?m)^.*\b(?:\d+ \w+|no tests ran)\b.* in \d+\.\d+s.*$")
 COUNTED = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
 
@@ -162,7 +163,9 @@ def run_upstream(file: Path, model: str, further: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="test/run_suite.py", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--suite", default="default", help="unit, kernel, e2e, gpu, or default: all that this host can run"
+        "--suite",
+        default="default",
+        help="unit, kernel, e2e, gpu, image, or default: all that this host can run but image",
     )
     parser.add_argument("--list", action="store_true", help="list the suites and their files")
     parser.add_argument(
@@ -187,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"  {path.relative_to(ROOT)} ({seconds:.0f} s)")
         return 0
     if arguments.suite == "default":
-        names = [name for name in SUITES if name in suites]
+        names = [name for name in SUITES if name in suites and name not in ON_REQUEST]
         if not torch.cuda.is_available() and "gpu" in names:
             names.remove("gpu")
             print(f"Not run here, no CUDA device: {len(suites['gpu'])} file(s) of suite gpu.")

