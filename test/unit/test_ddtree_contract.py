@@ -140,7 +140,15 @@ class TestRefusals(ArgumentsCase):
         self.refused("--speculative-ddtree-verify: expected 'native'", speculative_ddtree_verify="validate")
 
     def test_features(self):
-        for flag, value in (("pp_size", 2), ("speculative_draft_window_size", 64)):
+        for flag, value in (
+            ("pp_size", 2),
+            ("speculative_draft_window_size", 64),
+            ("enable_return_routed_experts", True),
+            ("enable_return_indexer_topk", True),
+            ("speculative_accept_threshold_acc", 0.9),
+            ("speculative_use_rejection_sampling", True),
+            ("speculative_token_map", "hot.pt"),
+        ):
             with self.subTest(flag):
                 self.refused(f"--{flag.replace('_', '-')}: expected", **{flag: value})
 

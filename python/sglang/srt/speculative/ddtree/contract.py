@@ -131,6 +131,32 @@ def refuse_server_args(args) -> None:
             False,
             "a watermark hashes a chain, not a tree's paths",
         ),
+        (
+            "--enable-return-routed-experts",
+            args.enable_return_routed_experts,
+            False,
+            "they are kept by slot and do not move with the accepted rows",
+        ),
+        (
+            "--enable-return-indexer-topk",
+            args.enable_return_indexer_topk,
+            False,
+            "it is kept by slot and does not move with the accepted rows",
+        ),
+        *(
+            (f"--speculative-accept-threshold-{kind}", threshold, 1.0, "DDTREE is lossless")
+            for kind, threshold in (
+                ("single", args.speculative_accept_threshold_single),
+                ("acc", args.speculative_accept_threshold_acc),
+            )
+        ),
+        (
+            "--speculative-use-rejection-sampling",
+            args.speculative_use_rejection_sampling,
+            False,
+            "the target draws at every row, and no draft probability enters",
+        ),
+        ("--speculative-token-map", args.speculative_token_map, None, "drafts are of the whole vocabulary"),
         ("--speculative-adaptive", args.speculative_adaptive, False, "the verify graphs have one width"),
         (
             "--speculative-draft-window-size",
