@@ -206,7 +206,9 @@ class TreeVerifyMixin:
 
     def _write_kv(self, k, v, layer, forward_batch) -> None:
         location = KVWriteLoc(forward_batch.out_cache_loc, self._swa_location(), physical=True)
-        self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
+        scaled = layer.k_scale is not None or layer.v_scale is not None  # the MLA pool takes no scales
+        scales = (layer.k_scale, layer.v_scale) if scaled else ()
+        self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, *scales)
 
     def _swa_location(self):
         return None

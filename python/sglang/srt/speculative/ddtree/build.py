@@ -46,13 +46,17 @@ class TreeBuilder:
         """
         bs = trees.tokens.shape[0]
         hidden = hidden_states.view(bs, self.block_size, -1)[:, 1:].reshape(bs * (self.block_size - 1), -1)
-        tokens, logits, log_sum = candidate_topk(hidden, self.lm_head, self.candidates, with_partition=True)
+        # One candidate a position makes a chain, whatever the scores; upstream's fused kernel wants two (with one it
+        # gave ids past the vocabulary on an H200).
+        tokens, logits, log_sum = candidate_topk(
+            hidden, self.lm_head, self.candidates, with_partition=self.candidates > 1
+        )
         shape = (bs, self.block_size - 1, self.candidates)
         build(
             tokens.view(shape),
             logits.float().view(shape),
             input_ids.view(bs, -1)[:, 0].contiguous(),
             trees,
-            log_sum=log_sum.float().view(shape[:2]),
+            log_sum=None if log_sum is None else log_sum.float().view(shape[:2]),
             keep_spine=self.keep_spine,
         )
