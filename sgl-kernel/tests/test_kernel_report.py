@@ -16,6 +16,7 @@ from kernel_report import Kernel  # noqa: E402
 register_cpu_ci(est_time=5, suite="kernel")
 
 GQA = "gqa_partial_kernel<GqaTraits<__half, false, 128, 16>>"
+MLA_SM90 = "mla_sm90_partial_kernel<MlaSm90Traits<__half, true>>"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,19 @@ def test_occupancy(kernel, want):
             Kernel(GQA, "sm_90", tensor_core=1, static_shared=1, dynamic_shared=101_376),
             ["101377 bytes of shared memory, 101376 allowed"],
         ),
+        (
+            Kernel(MLA_SM90, "sm_90", tensor_core=1, dynamic_shared=101_377),
+            ["101377 bytes of shared memory, 101376 allowed"],
+        ),
+        (Kernel(MLA_SM90, "sm_90a", tensor_core=1, dynamic_shared=232_448), []),
+        (
+            Kernel(MLA_SM90, "sm_90a", local_memory=1, dynamic_shared=232_449),
+            [
+                "1 local-memory instructions",
+                "no tensor-core instruction",
+                "232449 bytes of shared memory, 232448 allowed",
+            ],
+        ),
         (Kernel("ancestor_depth_kernel", "sm_90", local_memory=9), []),
         (Kernel("combine_kernel<__half, 64>", "sm_100", local_memory=5), ["5 local-memory instructions"]),
     ],
@@ -59,14 +73,17 @@ def test_judge(kernel, want):
     assert kernel.problems == want
 
 
-def test_known_local_memory():
+def test_known_local_memory(monkeypatch):
     """A named debt passes on its own architecture, and one instruction more fails."""
+    known = {("mla fp8", "sm_120"): 32, ("gqa 256 64", "sm_120"): 4}
+    monkeypatch.setattr(kernel_report, "KNOWN_LOCAL_MEMORY", known)
     mla = "mla_partial_kernel<MlaTraits<__half, true>>"
     gqa = "gqa_partial_kernel<GqaTraits<__nv_bfloat16, false, 256, 64>>"
     for name, arch, count, bad in (
         (mla, "sm_120", 32, False),
         (mla, "sm_120", 33, True),
         (mla, "sm_90", 1, True),
+        (MLA_SM90, "sm_120", 1, True),
         (gqa, "sm_120", 4, False),
         (gqa, "sm_100", 1, True),
         (GQA, "sm_120", 1, True),
@@ -81,6 +98,7 @@ def test_known_local_memory():
     [
         ("        /*1a30*/                   HMMA.16816.F32.BF16 R4, R8, R2, R4 ;", True, False),
         ("        /*1a30*/                   QMMA.16832.F32.E4M3.E4M3 R4, R8, R2, R4 ;", True, False),
+        ("        /*1a30*/                   HGMMA.64x64x16.F32 R152, gdesc[UR8], R152 ;", True, False),
         ("        /*1a30*/              @!P0 LDL.LU R4, [R1+0x10] ;", False, True),
         ("        /*1a30*/                   STL.64 [R1], R4 ;", False, True),
         ("        /*1a30*/                   LDS.128 R4, [R1] ;", False, False),
@@ -98,7 +116,10 @@ def test_launch_shapes_come_from_the_traits():
     assert threads % 32 == 0 and 0 < shared <= kernel_report.MAX_SHARED
     assert kernel_report.shape_of("mla_partial_kernel<MlaTraits<__nv_bfloat16, true>>", shapes)[0] % 32 == 0
     assert kernel_report.shape_of("combine_kernel<__half, 64>", shapes) is None
-    assert all(shared <= kernel_report.MAX_SHARED for _, shared in shapes.values())
+    assert kernel_report.shape_of(MLA_SM90, shapes)[0] == 384
+    for (kind, *_), (_, shared) in shapes.items():
+        limit = kernel_report.MAX_SHARED_SM90A if kind.endswith("sm90") else kernel_report.MAX_SHARED
+        assert shared <= limit
 
 
 def test_short_name():

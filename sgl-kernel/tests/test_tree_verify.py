@@ -28,16 +28,21 @@ register_cpu_ci(est_time=60, suite="kernel")
 register_cuda_ci(est_time=90, suite="gpu")
 
 CUDA = ["cuda"] if torch.cuda.is_available() else []
-on_each_device = pytest.mark.parametrize("device", ["cpu", *CUDA])
+if CUDA and torch.cuda.get_device_capability()[0] == 9:
+    CUDA.append("cuda, common kernels")  # those of every other architecture, on a card that has its own
+on_each_device = pytest.mark.parametrize("device", ["cpu", *CUDA], indirect=True)
 on_cuda = pytest.mark.parametrize(
     "device",
-    [
-        pytest.param(
-            "cuda",
-            marks=pytest.mark.skipif(not CUDA, reason="needs a CUDA device"),
-        )
-    ],
+    CUDA or [pytest.param("cuda", marks=pytest.mark.skip(reason="needs a CUDA device"))],
+    indirect=True,
 )
+
+
+@pytest.fixture
+def device(request, monkeypatch):
+    name, _, common = request.param.partition(", ")
+    monkeypatch.setenv("SGLANG_DDTREE_SM90", "0" if common else "1")
+    return name
 
 
 def compare(case: Case, device: str) -> None:
@@ -185,7 +190,7 @@ def test_random_trees_and_shapes(seed, device):
     compare(random_case(seed), device)
 
 
-@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_float32(device):
     """The reference itself, with nothing rounded but its result."""
     compare(

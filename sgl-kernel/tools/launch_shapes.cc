@@ -16,11 +16,19 @@ void print_gqa(const char* type) {
   std::printf("gqa %s %d %d %d %d %d\n", type, kFp8, kD, kTileM, Traits::kThreads, Traits::kSharedBytes);
 }
 
+template <typename T, bool kFp8, int kD, int kWarpgroups>
+void print_gqa_sm90(const char* type) {
+  using Traits = GqaSm90Traits<T, kFp8, kD, kWarpgroups>;
+  std::printf("gqa_sm90 %s %d %d %d %d %d\n", type, kFp8, kD, kWarpgroups, Traits::kThreads, Traits::kSharedBytes);
+}
+
 template <typename T, bool kFp8, int kD>
 void print_gqa_tiles(const char* type) {
   print_gqa<T, kFp8, kD, 16>(type);
   print_gqa<T, kFp8, kD, 64>(type);
   if constexpr (kD <= 128) print_gqa<T, kFp8, kD, 128>(type);
+  print_gqa_sm90<T, kFp8, kD, 1>(type);
+  if constexpr (kD <= 128) print_gqa_sm90<T, kFp8, kD, 2>(type);
 }
 
 template <typename T, bool kFp8>
@@ -30,8 +38,10 @@ void print_all(const char* type) {
   print_gqa_tiles<T, kFp8, 128>(type);
   print_gqa_tiles<T, kFp8, 192>(type);
   print_gqa_tiles<T, kFp8, 256>(type);
-  using Traits = MlaTraits<T, kFp8>;
-  std::printf("mla %s %d 0 0 %d %d\n", type, kFp8, Traits::kThreads, Traits::kSharedBytes);
+  using Mla = MlaTraits<T, kFp8>;
+  std::printf("mla %s %d 0 0 %d %d\n", type, kFp8, Mla::kThreads, Mla::kSharedBytes);
+  using MlaSm90 = MlaSm90Traits<T, kFp8>;
+  std::printf("mla_sm90 %s %d 0 0 %d %d\n", type, kFp8, MlaSm90::kThreads, MlaSm90::kSharedBytes);
 }
 
 int main() {

@@ -1,14 +1,17 @@
 """Times tree-verify attention against the card's limits and upstream's Triton kernel.
 
-Limits measured in the same run: the copy rate (bytes read + written) and the mma.sync bf16 rate (mma_rate.cu). "KV" is
-the bytes of the prefix and tree KV, read once, over the time. Upstream's kernel runs where sglang can be imported.
-Every time is a median of do_bench, which clears the L2 cache before each launch. Prints a Markdown table; never asserts.
+Limits measured in the same run: the copy rate (bytes read + written) and the mma.sync bf16 rate (mma_rate.cu).
+"KV" is the bytes of the prefix and tree KV, read once, over the time. "common" is the kernel that every
+architecture has, where the card runs one of its own (SGLANG_DDTREE_SM90). Upstream's kernel runs where sglang
+can be imported. Every time is a median of do_bench over replays of a captured graph, the L2 cache
+cleared before each. Prints a Markdown table; never asserts.
 
     python bench_tree_verify.py --output results/NAME.json
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -119,9 +122,13 @@ def pack_words(mask: torch.Tensor) -> torch.Tensor:
 
 
 def time_us(f) -> float:
+    """Microseconds of a replay of f's captured graph: as a server runs it, without Python's time between launches."""
     f()
     torch.cuda.synchronize()
-    return triton.testing.do_bench(f, warmup=20, rep=80, return_mode="median") * 1e3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+    return triton.testing.do_bench(graph.replay, warmup=20, rep=80, return_mode="median") * 1e3
 
 
 class Inputs:
@@ -201,6 +208,16 @@ class Inputs:
         return f, out
 
 
+class CommonKernels:
+    """Within it, launches take the kernels that every architecture has."""
+
+    def __enter__(self):
+        os.environ["SGLANG_DDTREE_SM90"] = "0"
+
+    def __exit__(self, *_):
+        del os.environ["SGLANG_DDTREE_SM90"]
+
+
 def smi(fields: str) -> str:
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     return subprocess.check_output(command, text=True).strip().splitlines()[0]
@@ -214,6 +231,7 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown", help="recorded in the results")
     parser.add_argument("--mma-rate", help="a built mma_rate; default: builds one with nvcc")
     parser.add_argument("--no-upstream", action="store_true", help="skip upstream's kernel")
+    parser.add_argument("--no-common", action="store_true", help="skip the common kernels")
     parser.add_argument("--only", help="shapes whose name contains this")
     options = parser.parse_args()
 
@@ -233,8 +251,11 @@ def main() -> None:
     print(
         f"{results['gpu']}, copy {copy:.0f} GB/s, mma.sync {mma:.0f} TFLOP/s, {results['clocks_after_copy_and_mma']}"
     )
-    print("| shape | KV | us | KV GB/s | of copy | TFLOP/s | of mma.sync | upstream us | faster |")
-    print("|-|-|-|-|-|-|-|-|-|")
+    own_kernels = torch.cuda.get_device_capability()[0] == 9 and not options.no_common
+    print(
+        "| shape | KV | us | KV GB/s | of copy | TFLOP/s | of mma.sync | common us | upstream us | faster |"
+    )
+    print("|-|-|-|-|-|-|-|-|-|-|")
     for shape in BASELINE + MEMORY_BOUND:
         if options.only and options.only not in str(shape):
             continue
@@ -242,7 +263,10 @@ def main() -> None:
         upstream_us = error = None
         for fp8 in (False, True):
             f = inputs.ours(fp8)
-            us = time_us(f)
+            us, common_us = time_us(f), None
+            if own_kernels:
+                with CommonKernels():
+                    common_us = time_us(inputs.ours(fp8))
             if not fp8 and not options.no_upstream and shape in BASELINE:
                 g, out = inputs.upstream()
                 upstream_us = time_us(g)
@@ -260,11 +284,13 @@ def main() -> None:
                 of_copy=gb_s / copy,
                 tflop_s=tflop_s,
                 of_mma=tflop_s / mma,
+                common_us=common_us,
                 upstream_us=upstream_us,
                 difference_from_upstream=None if fp8 else error,
             )
             results["rows"].append(row)
-            against = f"{upstream_us:.0f} | {upstream_us / us:.0f}x" if upstream_us else "- | -"
+            against = f"{common_us:.1f} | " if common_us else "- | "
+            against += f"{upstream_us:.0f} | {upstream_us / us:.1f}x" if upstream_us else "- | -"
             print(
                 f"| {shape} | {row['kv']} | {us:.1f} | {gb_s:.0f} | {gb_s / copy:.0%} | {tflop_s:.0f} "
                 f"| {tflop_s / mma:.0%} | {against} |",

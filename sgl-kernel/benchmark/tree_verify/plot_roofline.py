@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-LIGHT, MUTED, UPSTREAM = "#2a6fbb", "#d9822b", "#8a8a8a"
+LIGHT, MUTED, COMMON, UPSTREAM = "#2a6fbb", "#d9822b", "#2a9d6f", "#8a8a8a"
 
 
 def intensity(row: dict) -> float:
@@ -45,18 +45,20 @@ def main(source: str, target: str) -> None:
                 label=f"{kind.upper()}, KV {kv}",
                 zorder=3,
             )
-    for kind, marker in markers.items():
-        points = [r for r in rows if r["kv"] == "bf16" and r["upstream_us"] and r["shape"]["kind"] == kind]
-        ax.scatter(
-            [intensity(r) for r in points],
-            [r["tflop_s"] * r["us"] / r["upstream_us"] for r in points],
-            facecolors="none",
-            edgecolors=UPSTREAM,
-            marker=marker,
-            s=28,
-            label=f"{kind.upper()}, upstream Triton",
-            zorder=2,
-        )
+    others = (("common_us", COMMON, "common kernels"), ("upstream_us", UPSTREAM, "upstream Triton"))
+    for field, color, label in others:
+        for kind, marker in markers.items():
+            points = [r for r in rows if r["kv"] == "bf16" and r[field] and r["shape"]["kind"] == kind]
+            ax.scatter(
+                [intensity(r) for r in points],
+                [r["tflop_s"] * r["us"] / r[field] for r in points],
+                facecolors="none",
+                edgecolors=color,
+                marker=marker,
+                s=28,
+                label=f"{kind.upper()}, KV bf16, {label}",
+                zorder=2,
+            )
     ax.set(
         xscale="log",
         yscale="log",

@@ -28,4 +28,19 @@ __device__ __forceinline__ void e4m3x16_to_16bit(uint4 in, uint4& lo, uint4& hi)
   hi.z = e4m3x2_to_16bit<T>(in.w & 0xffff), hi.w = e4m3x2_to_16bit<T>(in.w >> 16);
 }
 
+// The power of two that brings a row of absolute maximum `top` into [1, 2), for values that go from bf16 to fp16. Its
+// reciprocal is a power of two too: exact.
+__device__ __forceinline__ float range_scale(float top) {
+  const uint32_t exponent = __float_as_uint(top) >> 23;
+  return exponent == 0 || exponent >= 254 ? 1.f : __uint_as_float((254 - exponent) << 23);
+}
+
+__device__ __forceinline__ float bf16x2_abs_max(uint32_t v) {
+  return fmaxf(fabsf(__uint_as_float(v << 16)), fabsf(__uint_as_float(v & 0xffff0000)));
+}
+
+__device__ __forceinline__ uint32_t bf16x2_to_half2(uint32_t v, float scale) {
+  return pack2<__half>(__uint_as_float(v << 16) * scale, __uint_as_float(v & 0xffff0000) * scale);
+}
+
 }  // namespace ddtree

@@ -21,9 +21,6 @@ void run_verify_cuda(const VerifyArgs& args) {
 
 std::tuple<int64_t, int64_t> verify_plan_cuda(Tensor like, int64_t b, int64_t max_rows, int64_t h_q, int64_t h_kv,
                                               int64_t d_qk, int64_t d_v) {
-  int sm_count = 0;
-  CudaCall::check("ddtree_verify_plan",
-                  cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, like.get_device_index()));
   TreeVerifyParams params{};
   params.b = static_cast<int32_t>(b);
   params.max_rows = static_cast<int32_t>(max_rows);
@@ -31,8 +28,8 @@ std::tuple<int64_t, int64_t> verify_plan_cuda(Tensor like, int64_t b, int64_t ma
   params.h_kv = static_cast<int32_t>(h_kv);
   params.d_qk = static_cast<int32_t>(d_qk);
   params.d_v = static_cast<int32_t>(d_v);
-  params.num_splits =
-      choose_num_splits(params.b, params.max_rows, params.h_q, params.h_kv, params.d_qk, params.d_v, sm_count);
+  CudaCall call(like);
+  CudaCall::check("ddtree_verify_plan", plan_num_splits(params, &params.num_splits));
   return {params.num_splits, workspace_bytes(params)};
 }
 

@@ -1,22 +1,29 @@
 // Combine: o = sum over a request's chunks of 2^(lse_c - lse) o_c, and the sink's share of the denominator.
-// Grid: x = row of q, y = query head. A block's groups of d_v / 4 threads take every kGroups-th chunk, then add up in a
-// fixed order. Rows of requests with one chunk were finished by the partial kernel.
+// Grid: x = row of q, y = query head, z = part of the value dimensions. A block's groups of threads, four dimensions a
+// thread, take every kGroups-th chunk, then add up in a fixed order. Rows of requests with one chunk were finished by
+// the partial kernel.
 #pragma once
 
+#include "../common/pdl.cuh"
 #include "epilogue.cuh"
 
 namespace ddtree {
 
 constexpr int kCombineThreads = 256;
 
+// MLA has few rows and large ones: four blocks a row, so that the multiprocessors have enough loads in flight.
+template <int kD>
+constexpr int kCombineColumns = kD > 256 ? 128 : kD;
+
 template <typename T, int kD>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ TreeVerifyParams p) {
-  constexpr int kGroupThreads = kD / 4, kGroups = kCombineThreads / kGroupThreads;
+  constexpr int kGroupThreads = kCombineColumns<kD> / 4, kGroups = kCombineThreads / kGroupThreads;
   extern __shared__ float weights[];  // [chunks of the request], at most b * num_splits
   __shared__ float4 sums[kGroups][kGroupThreads];
   __shared__ float reduced[2][kCombineThreads / 32];
   const int t = blockIdx.x, head = blockIdx.y, tid = threadIdx.x, lane = tid & 31;
   const RowChunks chunks = find_row_chunks(p, t);
+  wait_for_primary();  // everything above reads inputs only; every block waits, or the op could end before its partials
   if (chunks.request < 0 || chunks.num_chunks <= 1) return;
 
   const int64_t first = (int64_t(chunks.first_item) * p.max_rows + chunks.row) * p.h_q + head;
@@ -48,7 +55,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   for (int w = 0; w < kCombineThreads / 32; ++w) sum += reduced[1][w];
   const RowResult result = finish_row(top, sum, sink_logit2(p, head));
 
-  const int group = tid / kGroupThreads, d = tid % kGroupThreads * 4;
+  const int group = tid / kGroupThreads, d = blockIdx.z * kCombineColumns<kD> + tid % kGroupThreads * 4;
   float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
   if (group < kGroups) {
     const float* partial = static_cast<const float*>(p.workspace) + first * kD + d;
@@ -70,7 +77,48 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   T* out = static_cast<T*>(p.o) + t * p.o_stride_t + head * p.o_stride_h + d;
   *reinterpret_cast<uint2*>(out) = make_uint2(pack2<T>(acc.x * result.scale, acc.y * result.scale),
                                               pack2<T>(acc.z * result.scale, acc.w * result.scale));
-  if (tid == 0 && p.lse) p.lse[int64_t(t) * p.h_q + head] = result.lse2 * kLn2;
+  if (d == 0 && p.lse) p.lse[int64_t(t) * p.h_q + head] = result.lse2 * kLn2;
+}
+
+// The same where few chunks a row are expected, whose weights every thread forms by itself. Grid: x = row of q, y =
+// group of query heads, as many as a block of d_v / 4 threads a head holds.
+constexpr int kFewSplits = 8;
+
+template <int kD>
+constexpr int kCombineHeads = kCombineThreads / (kD / 4);
+
+template <typename T, int kD>
+__global__ void __launch_bounds__(kCombineThreads) combine_few_kernel(const __grid_constant__ TreeVerifyParams p) {
+  constexpr int kHeadThreads = kD / 4;
+  const int t = blockIdx.x, head = blockIdx.y * kCombineHeads<kD> + threadIdx.x / kHeadThreads;
+  const int d = threadIdx.x % kHeadThreads * 4;
+  const RowChunks chunks = find_row_chunks(p, t);
+  wait_for_primary();
+  if (chunks.request < 0 || chunks.num_chunks <= 1) return;
+  if (threadIdx.x / kHeadThreads >= kCombineHeads<kD> || head >= p.h_q) return;
+
+  const int64_t first = (int64_t(chunks.first_item) * p.max_rows + chunks.row) * p.h_q + head;
+  const int64_t stride = int64_t(p.max_rows) * p.h_q;
+  const float* lse = partial_lse(p) + first;
+  const float* partial = static_cast<const float*>(p.workspace) + first * kD + d;
+  float top = neg_inf();
+#pragma unroll 4
+  for (int c = 0; c < chunks.num_chunks; ++c) top = fmaxf(top, lse[c * stride]);
+  const float base = exponent_base(top);
+  float sum = 0.f;
+  float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+  for (int c = 0; c < chunks.num_chunks; ++c) {
+    const float4 v = *reinterpret_cast<const float4*>(partial + c * stride * kD);
+    const float weight = fast_exp2(lse[c * stride] - base);
+    sum += weight;
+    acc.x += weight * v.x, acc.y += weight * v.y, acc.z += weight * v.z, acc.w += weight * v.w;
+  }
+  const RowResult result = finish_row(top, sum, sink_logit2(p, head));
+  T* out = static_cast<T*>(p.o) + t * p.o_stride_t + head * p.o_stride_h + d;
+  *reinterpret_cast<uint2*>(out) = make_uint2(pack2<T>(acc.x * result.scale, acc.y * result.scale),
+                                              pack2<T>(acc.z * result.scale, acc.w * result.scale));
+  if (d == 0 && p.lse) p.lse[int64_t(t) * p.h_q + head] = result.lse2 * kLn2;
 }
 
 }  // namespace ddtree

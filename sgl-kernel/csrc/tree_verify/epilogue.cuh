@@ -43,6 +43,22 @@ struct RowWriter {
     }
   }
 
+  // Dimensions d + 8 j, d + 8 j + 1 from acc[4 j + first], acc[4 j + first + 1], for every j < kCount.
+  template <int kCount, int kSize>
+  __device__ __forceinline__ void store_all(int d, const float (&acc)[kSize], int first) const {
+    if (out) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j)
+        *reinterpret_cast<uint32_t*>(out + d + 8 * j) =
+            pack2<T>(acc[4 * j + first] * scale, acc[4 * j + first + 1] * scale);
+    } else if (partial) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j)
+        *reinterpret_cast<float2*>(partial + d + 8 * j) =
+            make_float2(acc[4 * j + first] * scale, acc[4 * j + first + 1] * scale);
+    }
+  }
+
   __device__ __forceinline__ void store2(int d, float a, float b) const {
     a *= scale, b *= scale;
     if (out) {

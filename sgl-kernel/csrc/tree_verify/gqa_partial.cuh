@@ -1,6 +1,6 @@
 // Tree-verify attention of one chunk of a request's KV, for one KV head and one M tile of packed rows.
 //
-// Grid: x = work item (see tile_scheduler.cuh), y = KV head * M tiles + M tile. Packed row m = tree row * heads + head
+// Grid: x = KV head * M tiles + M tile, y = work item (see tile_scheduler.cuh). Packed row m = tree row * heads + head
 // for the `heads` query heads that share the KV head, so KV is read once a KV head and M tile.
 // Pipeline: Q lives in registers; K and V tiles of kTileN tokens pass through a ring of kStages stages filled by
 // cp.async, gathered by slot. fp8 stages are converted to one 16-bit tile by the threads that copied the bytes.
@@ -12,6 +12,7 @@
 #include "../common/cp_async.cuh"
 #include "../common/fp8.cuh"
 #include "../common/mma_sm80.cuh"
+#include "../common/pdl.cuh"
 #include "../common/softmax.cuh"
 #include "epilogue.cuh"
 #include "traits.h"
@@ -20,26 +21,25 @@
 namespace ddtree {
 
 // Queues the copies of this warp's tokens of one K/V tile. Lane i < kRowsPerWarp holds the slot of the warp's token i,
-// -1 past the end.
+// -1 past the end. `k`, `v`: the KV head in slot 0.
 template <typename Traits>
-__device__ __forceinline__ void gqa_load_tile(const TreeVerifyParams& p, uint32_t stage, int kv_head, int slot) {
-  constexpr int kBytes = Traits::kFp8 ? 1 : 2;
-  constexpr int kChunks = Traits::kD * kBytes / 16;  // of 16 bytes, a token
+__device__ __forceinline__ void gqa_load_tile(const char* k, const char* v, uint32_t k_stride, uint32_t v_stride,
+                                              uint32_t stage, int slot) {
+  constexpr int kChunks = Traits::kD * (Traits::kFp8 ? 1 : 2) / 16;  // of 16 bytes, a token
   constexpr int kItems = Traits::kRowsPerWarp * kChunks;
   constexpr int kPitch = Traits::kFp8 ? Traits::kD : Traits::kPitch;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const char* k = static_cast<const char*>(p.k_cache) + kv_head * p.k_stride_h * kBytes;
-  const char* v = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_h * kBytes;
-#pragma unroll
+  constexpr int kUnroll = kItems > 8 * 32 || Traits::kD == 256 ? 4 : 8;  // for want of registers
+#pragma unroll kUnroll
   for (int i = 0; i < (kItems + 31) / 32; ++i) {
     const int at = i * 32 + lane, row = at / kChunks, chunk = at % kChunks;
     const int s = __shfl_sync(0xffffffff, slot, row);
     if (kItems % 32 == 0 || at < kItems) {
       const bool valid = s >= 0;
-      const int64_t from = valid ? s : 0;
+      const uint64_t from = max(s, 0);
       const uint32_t to = stage + (warp * Traits::kRowsPerWarp + row) * kPitch + chunk * 16;
-      cp_async_16(to, k + from * p.k_stride_slot * kBytes + chunk * 16, valid);
-      cp_async_16(to + Traits::kTileN * kPitch, v + from * p.v_stride_slot * kBytes + chunk * 16, valid);
+      cp_async_16(to, k + from * k_stride + chunk * 16, valid);
+      cp_async_16(to + Traits::kTileN * kPitch, v + from * v_stride + chunk * 16, valid);
     }
   }
 }
@@ -51,14 +51,14 @@ __device__ __forceinline__ void gqa_convert_tile(const char* stage, char* tile) 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-#pragma unroll 1  // conversion needs registers that the accumulators hold
+#pragma unroll 2  // more would need registers that the accumulators hold
     for (int i = 0; i < (kItems + 31) / 32; ++i) {
       const int at = i * 32 + lane, row = half * Traits::kTileN + warp * Traits::kRowsPerWarp + at / kChunks;
       const int chunk = at % kChunks;
       if (kItems % 32 == 0 || at < kItems) {
         uint4 lo, hi;
-        e4m3x16_to_16bit<typename Traits::Element>(
-            *reinterpret_cast<const uint4*>(stage + row * Traits::kD + chunk * 16), lo, hi);
+        e4m3x16_to_16bit<typename Traits::Mma>(*reinterpret_cast<const uint4*>(stage + row * Traits::kD + chunk * 16),
+                                               lo, hi);
         uint4* to = reinterpret_cast<uint4*>(tile + row * Traits::kPitch + chunk * 32);
         to[0] = lo, to[1] = hi;
       }
@@ -70,38 +70,45 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     gqa_partial_kernel(const __grid_constant__ TreeVerifyParams p) {
   using T = typename Traits::Element;
+  using Mma = typename Traits::Mma;
   constexpr int kD = Traits::kD, kFragsM = Traits::kFragsM, kFragsN = Traits::kWarpTokens / 8;
   constexpr int kStages = Traits::kStages, kTileN = Traits::kTileN, kPitch = Traits::kPitch;
   extern __shared__ __align__(16) char smem[];
 
-  const int heads = p.h_q / p.h_kv, m_tiles = gridDim.y / p.h_kv;
-  const int kv_head = blockIdx.y / m_tiles, m_tile = blockIdx.y % m_tiles;
-  __shared__ WorkItem work;  // in shared memory: the main loop has no registers to spare
-  if (threadIdx.x < 32) {
-    const WorkItem found = find_work(p, blockIdx.x);
-    if (threadIdx.x == 0) work = found;
-  }
-  __syncthreads();
+  const int heads = p.h_q / p.h_kv, m_tiles = gridDim.x / p.h_kv;
+  const int kv_head = blockIdx.x / m_tiles, m_tile = blockIdx.x % m_tiles;
+  const WorkItem work = find_work(p, blockIdx.y);
+  allow_dependents();
   const int m0 = m_tile * Traits::kTileM;
   if (work.index < 0 || m0 >= work.request.rows * heads) return;
   const Request& request = work.request;
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int warp_m = warp % Traits::kWarpsM, warp_n = warp / Traits::kWarpsM;
-  const int64_t kv_start = p.kv_indptr[work.index];
   const int tiles = ceil_div(work.end - work.begin, kTileN);
-  const uint32_t smem_base = smem_address(smem), stages = smem_base + Traits::kFixedBytes;  // Q, fp8's tile, stages
+  const uint32_t smem_base = pinned_smem_address(smem),
+                 stages = smem_base + Traits::kFixedBytes;  // Q, fp8's tile, stages
 
+  constexpr int kBytes = Traits::kFp8 ? 1 : 2;
+  const char* k_head = static_cast<const char*>(p.k_cache) + kv_head * p.k_stride_h * kBytes;
+  const char* v_head = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_h * kBytes;
   auto load_slot = [&](int tile) {
     const int token = work.begin + tile * kTileN + warp * Traits::kRowsPerWarp + lane;
-    return lane < Traits::kRowsPerWarp && token < work.end ? token_slot(p, request, kv_start, token) : -1;
+    return lane < Traits::kRowsPerWarp && token < work.end ? token_slot(p, request, request.kv_start, token) : -1;
   };
+  auto load_tile = [&](int stage, int slot) {
+    gqa_load_tile<Traits>(k_head, v_head, uint32_t(p.k_stride_slot * kBytes), uint32_t(p.v_stride_slot * kBytes),
+                          stages + stage * Traits::kStageBytes, slot);
+  };
+  int first_slots[kStages];  // all at once: each is a load that a tile's copies wait for
+#pragma unroll
+  for (int s = 0; s < kStages; ++s) first_slots[s] = load_slot(s);
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) {
-    if (s < tiles) gqa_load_tile<Traits>(p, stages + s * Traits::kStageBytes, kv_head, load_slot(s));
+    if (s < tiles) load_tile(s, first_slots[s]);
     cp_async_commit();
   }
-  int next_slot = load_slot(kStages - 1);
+  int next_slot = first_slots[kStages - 1];
 
   // Q, zero for rows that do not exist: fragments in registers, or rows in shared memory that the loop's first barrier
   // publishes.
@@ -112,12 +119,23 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   };
   const int m_end = request.rows * heads;
   uint32_t q_frag[kFragsM][Traits::kQShared ? 1 : kD / 16][4];
+  float q_unscale[kFragsM][2];  // kScaleQ: what takes a row's q.k back
   if constexpr (Traits::kQShared) {
     constexpr int kChunks = kD / 8;
     for (int i = threadIdx.x; i < Traits::kTileM * kChunks; i += Traits::kThreads) {
       const int m = i / kChunks, chunk = i % kChunks;
       uint4 value = make_uint4(0, 0, 0, 0);
       if (m0 + m < m_end) value = *reinterpret_cast<const uint4*>(q_row(m0 + m) + chunk * 8);
+      if constexpr (Traits::kScaleQ) {
+        float top = fmaxf(fmaxf(bf16x2_abs_max(value.x), bf16x2_abs_max(value.y)),
+                          fmaxf(bf16x2_abs_max(value.z), bf16x2_abs_max(value.w)));
+#pragma unroll
+        for (int lanes = 1; lanes < kChunks; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, lanes));
+        const float scale = range_scale(top);
+        value.x = bf16x2_to_half2(value.x, scale), value.y = bf16x2_to_half2(value.y, scale);
+        value.z = bf16x2_to_half2(value.z, scale), value.w = bf16x2_to_half2(value.w, scale);
+        if (chunk == 0) reinterpret_cast<float*>(smem + Traits::kTileM * kPitch)[m] = 1.f / scale;
+      }
       *reinterpret_cast<uint4*>(smem + m * kPitch + chunk * 16) = value;
     }
   } else {
@@ -132,6 +150,19 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         for (int k = 0; k < kD / 16; ++k) {
           q_frag[f][k][half] = exists ? *reinterpret_cast<const uint32_t*>(q + k * 16) : 0;
           q_frag[f][k][half + 2] = exists ? *reinterpret_cast<const uint32_t*>(q + k * 16 + 8) : 0;
+        }
+        if constexpr (Traits::kScaleQ) {
+          float top = 0.f;
+#pragma unroll
+          for (int k = 0; k < kD / 16; ++k)
+            top = fmaxf(top, fmaxf(bf16x2_abs_max(q_frag[f][k][half]), bf16x2_abs_max(q_frag[f][k][half + 2])));
+          const float scale = range_scale(quad_max(top));
+          q_unscale[f][half] = 1.f / scale;
+#pragma unroll
+          for (int k = 0; k < kD / 16; ++k) {
+            q_frag[f][k][half] = bf16x2_to_half2(q_frag[f][k][half], scale);
+            q_frag[f][k][half + 2] = bf16x2_to_half2(q_frag[f][k][half + 2], scale);
+          }
         }
       }
     }
@@ -152,7 +183,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   const uint32_t k_lane = (warp_n * Traits::kWarpTokens + (lane & 7) + (lane >> 4) * 8) * kPitch + (lane >> 3 & 1) * 16;
   const uint32_t v_lane =
       (kTileN + warp_n * Traits::kWarpTokens + (lane & 7) + (lane >> 3 & 1) * 8) * kPitch + (lane >> 4) * 16;
-  const bool idle = warp_row0 >= m_end;  // a warp without rows only loads
+  // A warp without rows only loads. Not at head size 256 in 16 bits: no register for it on sm_120.
+  const bool idle = (kD < 256 || Traits::kFp8) && warp_row0 >= m_end;
 
   for (int j = 0; j < tiles; ++j) {
     cp_async_wait<kStages - 2>();
@@ -161,8 +193,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       gqa_convert_tile<Traits>(smem + Traits::kFixedBytes + j % kStages * Traits::kStageBytes, smem + Traits::kQBytes);
       __syncthreads();
     }
-    if (j + kStages - 1 < tiles)
-      gqa_load_tile<Traits>(p, stages + (j + kStages - 1) % kStages * Traits::kStageBytes, kv_head, next_slot);
+    if (Traits::kQShared && Traits::kScaleQ && j == 0) {
+#pragma unroll
+      for (int f = 0; f < kFragsM; ++f) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          q_unscale[f][half] = reinterpret_cast<const float*>(
+              smem + Traits::kTileM * kPitch)[warp_m * kFragsM * 16 + f * 16 + half * 8 + lane / 4];
+      }
+    }
+    if (j + kStages - 1 < tiles) load_tile((j + kStages - 1) % kStages, next_slot);
     cp_async_commit();
     next_slot = load_slot(j + kStages);
     if (idle) continue;
@@ -187,8 +227,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         ldmatrix_x4(b, tile + k_lane + n * 16 * kPitch + k * 32);
 #pragma unroll
         for (int f = 0; f < kFragsM; ++f) {
-          mma_m16n8k16<T>(s[f][2 * n], q_frag[f][at], b[0], b[1]);
-          mma_m16n8k16<T>(s[f][2 * n + 1], q_frag[f][at], b[2], b[3]);
+          mma_m16n8k16<Mma>(s[f][2 * n], q_frag[f][at], b[0], b[1]);
+          mma_m16n8k16<Mma>(s[f][2 * n + 1], q_frag[f][at], b[2], b[3]);
         }
       }
     }
@@ -199,7 +239,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 #pragma unroll
         for (int n = 0; n < kFragsN; ++n) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) s[f][n][e] = logit_scale.capped(s[f][n][e]);
+          for (int e = 0; e < 4; ++e)
+            s[f][n][e] = logit_scale.capped(Traits::kScaleQ ? s[f][n][e] * q_unscale[f][e / 2] : s[f][n][e]);
         }
       }
     }
@@ -223,17 +264,19 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       float shrink[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        const float factor =
+            Traits::kScaleQ && logit_scale.cap == 0.f ? logit_scale.factor * q_unscale[f][half] : logit_scale.factor;
         float top = neg_inf();
 #pragma unroll
         for (int n = 0; n < kFragsN; ++n) top = fmaxf(top, fmaxf(s[f][n][half * 2], s[f][n][half * 2 + 1]));
-        shrink[half] = raise_max(row_max[f][half], quad_max(top) * logit_scale.factor);
+        shrink[half] = raise_max(row_max[f][half], quad_max(top) * factor);
         const float base = exponent_base(row_max[f][half]);
         float sum = 0.f;
 #pragma unroll
         for (int n = 0; n < kFragsN; ++n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const float prob = fast_exp2(fmaf(s[f][n][half * 2 + e], logit_scale.factor, -base));
+            const float prob = fast_exp2(fmaf(s[f][n][half * 2 + e], factor, -base));
             s[f][n][half * 2 + e] = prob;
             sum += prob;
           }
@@ -254,10 +297,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       uint32_t prob[kFragsM][4];
 #pragma unroll
       for (int f = 0; f < kFragsM; ++f) {
-        prob[f][0] = pack2<T>(s[f][2 * k][0], s[f][2 * k][1]);
-        prob[f][1] = pack2<T>(s[f][2 * k][2], s[f][2 * k][3]);
-        prob[f][2] = pack2<T>(s[f][2 * k + 1][0], s[f][2 * k + 1][1]);
-        prob[f][3] = pack2<T>(s[f][2 * k + 1][2], s[f][2 * k + 1][3]);
+        prob[f][0] = pack2<Mma>(s[f][2 * k][0], s[f][2 * k][1]);
+        prob[f][1] = pack2<Mma>(s[f][2 * k][2], s[f][2 * k][3]);
+        prob[f][2] = pack2<Mma>(s[f][2 * k + 1][0], s[f][2 * k + 1][1]);
+        prob[f][3] = pack2<Mma>(s[f][2 * k + 1][2], s[f][2 * k + 1][3]);
       }
 #pragma unroll
       for (int d = 0; d < kD / 16; ++d) {
@@ -265,8 +308,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         ldmatrix_x4_trans(b, tile + v_lane + k * 16 * kPitch + d * 32);
 #pragma unroll
         for (int f = 0; f < kFragsM; ++f) {
-          mma_m16n8k16<T>(o[f][2 * d], prob[f], b[0], b[1]);
-          mma_m16n8k16<T>(o[f][2 * d + 1], prob[f], b[2], b[3]);
+          mma_m16n8k16<Mma>(o[f][2 * d], prob[f], b[0], b[1]);
+          mma_m16n8k16<Mma>(o[f][2 * d + 1], prob[f], b[2], b[3]);
         }
       }
     }
@@ -284,7 +327,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int m = warp_row0 + f * 16 + half * 8 + lane / 4;
-        const RowWriter<T> writer(p, work, blockIdx.x, kv_head, m, row_max[f][half], row_sum[f][half], lane % 4 == 0);
+        const RowWriter<T> writer(p, work, blockIdx.y, kv_head, m, row_max[f][half], row_sum[f][half], lane % 4 == 0);
 #pragma unroll
         for (int d = 0; d < kD / 8; ++d) writer.store2(d * 8 + lane % 4 * 2, o[f][d][half * 2], o[f][d][half * 2 + 1]);
       }
@@ -317,7 +360,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         weight[w] = top == neg_inf() ? 0.f : fast_exp2(maxima[w * 16 + row] - top);
         sum += weight[w] * sums[w * 16 + row];
       }
-      const RowWriter<T> writer(p, work, blockIdx.x, kv_head, m0 + row, top, sum, lane % 4 == 0);
+      const RowWriter<T> writer(p, work, blockIdx.y, kv_head, m0 + row, top, sum, lane % 4 == 0);
+#pragma unroll 2
       for (int d = lane % 4 * 2; d < kD; d += 8) {
         float2 total = make_float2(0.f, 0.f);
 #pragma unroll

@@ -1,37 +1,34 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <type_traits>
 
 #include "launch.h"
+#include "launch_typed.h"
 
 namespace ddtree {
 
-// Defined in instantiations/.
-template <typename T, bool kFp8, int kD>
-cudaError_t launch_gqa_typed(const TreeVerifyParams& p, cudaStream_t stream);
-template <typename T, bool kFp8>
-cudaError_t launch_mla_typed(const TreeVerifyParams& p, cudaStream_t stream);
-
 namespace {
 
-// Limits of the grid (y) and of the combine kernel's shared memory.
+// Limits of the op, of the grid and of the combine kernel's shared memory.
 bool is_valid(const TreeVerifyParams& p) {
   return p.b >= 0 && p.total_rows >= 0 && p.h_kv > 0 && p.h_q > 0 && p.h_q % p.h_kv == 0 && p.max_rows >= 1 &&
          p.max_rows <= kMaxTreeRows && p.num_splits >= 1 && p.sm_scale > 0.f &&
-         int64_t(p.b) * p.num_splits <= kMaxWorkItems && p.workspace_bytes >= workspace_bytes(p) &&
-         int64_t(p.h_kv) * packed_rows(p.max_rows, p.h_q, p.h_kv) <= 65535 * 16;
+         int64_t(p.b) * p.num_splits <= kMaxWorkItems && p.workspace_bytes >= workspace_bytes(p);
 }
 
 template <typename T, bool kFp8>
-cudaError_t dispatch_gqa(const TreeVerifyParams& p, cudaStream_t stream) {
+cudaError_t dispatch_gqa(const TreeVerifyParams& p, const Launch& launch) {
   if (p.d_qk != p.d_v) return cudaErrorInvalidValue;
   switch (p.d_qk) {
-    case 64: return launch_gqa_typed<T, kFp8, 64>(p, stream);
-    case 96: return launch_gqa_typed<T, kFp8, 96>(p, stream);
-    case 128: return launch_gqa_typed<T, kFp8, 128>(p, stream);
-    case 192: return launch_gqa_typed<T, kFp8, 192>(p, stream);
-    case 256: return launch_gqa_typed<T, kFp8, 256>(p, stream);
+    case 64: return launch_gqa_typed<T, kFp8, 64>(p, launch);
+    case 96: return launch_gqa_typed<T, kFp8, 96>(p, launch);
+    case 128: return launch_gqa_typed<T, kFp8, 128>(p, launch);
+    case 192: return launch_gqa_typed<T, kFp8, 192>(p, launch);
+    case 256: return launch_gqa_typed<T, kFp8, 256>(p, launch);
     default: return cudaErrorInvalidValue;
   }
 }
@@ -48,20 +45,56 @@ cudaError_t dispatch_types(const TreeVerifyParams& p, F f) {
   }
 }
 
+cudaError_t launch(const TreeVerifyParams& p, bool mla, const Launch& launch) {
+  return dispatch_types(p, [&](auto t, auto fp8) {
+    using T = decltype(t);
+    constexpr bool kFp8 = decltype(fp8)::value;
+    return mla ? launch_mla_typed<T, kFp8>(p, launch) : dispatch_gqa<T, kFp8>(p, launch);
+  });
+}
+
+bool is_mla(const TreeVerifyParams& p) { return p.d_qk == kMlaQkDim && p.d_v == kMlaVDim; }
+
 }  // namespace
+
+bool use_sm90() {
+  const char* wanted = std::getenv("SGLANG_DDTREE_SM90");
+  if (wanted != nullptr && std::strcmp(wanted, "0") == 0) return false;
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
+}
+
+cudaError_t plan_num_splits(const TreeVerifyParams& p, int* num_splits) {
+  int device = 0, multiprocessors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  KernelShape fewest{};
+  for (const DType kv_dtype : {DType::kBFloat16, DType::kFloat8E4M3}) {  // one plan serves both
+    KernelShape shape{};
+    TreeVerifyParams typed = p;
+    typed.q_dtype = DType::kBFloat16, typed.kv_dtype = kv_dtype;
+    if (status == cudaSuccess) status = launch(typed, is_mla(p), {nullptr, &shape});
+    if (kv_dtype == DType::kBFloat16 || shape.blocks_per_multiprocessor < fewest.blocks_per_multiprocessor)
+      fewest = shape;
+  }
+  if (status != cudaSuccess) return status;
+  const int packed = packed_rows(p.max_rows, p.h_q, p.h_kv);
+  const int64_t tiles = int64_t(p.b) * p.h_kv * ((packed + fewest.tile_m - 1) / fewest.tile_m);
+  *num_splits = choose_num_splits(tiles, multiprocessors, fewest.blocks_per_multiprocessor);
+  return cudaSuccess;
+}
 
 cudaError_t launch_gqa(const TreeVerifyParams& p, cudaStream_t stream) {
   if (!is_valid(p)) return cudaErrorInvalidValue;
   if (p.b == 0 || p.total_rows == 0) return cudaSuccess;
-  return dispatch_types(p,
-                        [&](auto t, auto fp8) { return dispatch_gqa<decltype(t), decltype(fp8)::value>(p, stream); });
+  return launch(p, false, {stream, nullptr});
 }
 
 cudaError_t launch_mla(const TreeVerifyParams& p, cudaStream_t stream) {
-  if (!is_valid(p) || p.d_qk != kMlaQkDim || p.d_v != kMlaVDim || p.h_kv != 1) return cudaErrorInvalidValue;
+  if (!is_valid(p) || !is_mla(p) || p.h_kv != 1) return cudaErrorInvalidValue;
   if (p.b == 0 || p.total_rows == 0) return cudaSuccess;
-  return dispatch_types(
-      p, [&](auto t, auto fp8) { return launch_mla_typed<decltype(t), decltype(fp8)::value>(p, stream); });
+  return launch(p, true, {stream, nullptr});
 }
 
 }  // namespace ddtree

@@ -3,8 +3,9 @@
 
 #include "combine.cuh"
 #include "gqa_partial.cuh"
-#include "launch.h"
+#include "launch_typed.h"
 #include "mla_partial.cuh"
+#include "plan.h"
 
 namespace ddtree {
 
@@ -14,48 +15,84 @@ namespace ddtree {
     if (status_ != cudaSuccess) return status_; \
   } while (0)
 
-template <typename Kernel>
-cudaError_t launch_partial(Kernel kernel, const TreeVerifyParams& p, int blocks_y, int threads, int shared_bytes,
-                           cudaStream_t stream) {
-  DDTREE_RETURN_IF_FAILED(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-  kernel<<<dim3(p.b * p.num_splits, blocks_y), threads, shared_bytes, stream>>>(p);
+// Launches the kernel with one block a work item (y) and pair of KV head and tile of packed rows (x), x fastest: blocks
+// that run at the same time read neighbouring heads of the same tokens.
+template <typename Traits, typename Kernel>
+cudaError_t launch_partial(Kernel kernel, const TreeVerifyParams& p, const Launch& launch) {
+  constexpr int kTileM = Traits::kTileM;
+  DDTREE_RETURN_IF_FAILED(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
+  if (launch.shape) {
+    launch.shape->tile_m = kTileM;
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&launch.shape->blocks_per_multiprocessor, kernel,
+                                                         Traits::kThreads, Traits::kSharedBytes);
+  }
+  const int m_tiles = (packed_rows(p.max_rows, p.h_q, p.h_kv) + kTileM - 1) / kTileM;
+  const dim3 grid(p.h_kv * m_tiles, p.b * p.num_splits);
+  kernel<<<grid, Traits::kThreads, Traits::kSharedBytes, launch.stream>>>(p);
   return cudaGetLastError();
 }
 
+// The combine kernel as the partial kernel's programmatic dependent: its blocks are set up while the last partials run.
 template <typename T, int kD>
-cudaError_t launch_combine(const TreeVerifyParams& p, cudaStream_t stream) {
-  if (p.num_splits == 1) return cudaSuccess;
-  combine_kernel<T, kD><<<dim3(p.total_rows, p.h_q), kCombineThreads, p.b * p.num_splits * sizeof(float), stream>>>(p);
-  return cudaGetLastError();
+cudaError_t launch_combine(const TreeVerifyParams& p, const Launch& launch) {
+  if (p.num_splits == 1 || launch.shape) return cudaSuccess;
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.blockDim = dim3(kCombineThreads);
+  config.stream = launch.stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  if (p.num_splits <= kFewSplits) {
+    config.gridDim = dim3(p.total_rows, (p.h_q + kCombineHeads<kD> - 1) / kCombineHeads<kD>);
+    return cudaLaunchKernelEx(&config, combine_few_kernel<T, kD>, p);
+  }
+  config.gridDim = dim3(p.total_rows, p.h_q, kD / kCombineColumns<kD>);
+  config.dynamicSmemBytes = p.b * p.num_splits * sizeof(float);
+  return cudaLaunchKernelEx(&config, combine_kernel<T, kD>, p);
 }
 
 template <typename T, bool kFp8, int kD, int kTileM>
-cudaError_t launch_gqa_tile(const TreeVerifyParams& p, cudaStream_t stream) {
+cudaError_t launch_gqa_tile(const TreeVerifyParams& p, const Launch& launch) {
   using Traits = GqaTraits<T, kFp8, kD, kTileM>;
-  const int m_tiles = (packed_rows(p.max_rows, p.h_q, p.h_kv) + kTileM - 1) / kTileM;
-  DDTREE_RETURN_IF_FAILED(
-      launch_partial(gqa_partial_kernel<Traits>, p, p.h_kv * m_tiles, Traits::kThreads, Traits::kSharedBytes, stream));
-  return launch_combine<T, kD>(p, stream);
+  return launch_partial<Traits>(gqa_partial_kernel<Traits>, p, launch);
 }
 
 template <typename T, bool kFp8, int kD>
-cudaError_t launch_gqa_typed(const TreeVerifyParams& p, cudaStream_t stream) {
+cudaError_t launch_gqa_partial(const TreeVerifyParams& p, const Launch& launch) {
+#ifdef DDTREE_SM90
+  if (use_sm90()) return launch_gqa_sm90<T, kFp8, kD>(p, launch);
+#endif
   switch (gqa_tile_m(packed_rows(p.max_rows, p.h_q, p.h_kv), kD)) {
-    case 16: return launch_gqa_tile<T, kFp8, kD, 16>(p, stream);
-    case 64: return launch_gqa_tile<T, kFp8, kD, 64>(p, stream);
+    case 16: return launch_gqa_tile<T, kFp8, kD, 16>(p, launch);
+    case 64: return launch_gqa_tile<T, kFp8, kD, 64>(p, launch);
     default:
-      if constexpr (kD <= 128) return launch_gqa_tile<T, kFp8, kD, 128>(p, stream);
+      if constexpr (kD <= 128) return launch_gqa_tile<T, kFp8, kD, 128>(p, launch);
       return cudaErrorInvalidValue;
   }
 }
 
 template <typename T, bool kFp8>
-cudaError_t launch_mla_typed(const TreeVerifyParams& p, cudaStream_t stream) {
+cudaError_t launch_mla_partial(const TreeVerifyParams& p, const Launch& launch) {
+#ifdef DDTREE_SM90
+  if (use_sm90()) return launch_mla_sm90<T, kFp8>(p, launch);
+#endif
   using Traits = MlaTraits<T, kFp8>;
-  const int m_tiles = (p.max_rows * p.h_q + Traits::kTileM - 1) / Traits::kTileM;
-  DDTREE_RETURN_IF_FAILED(
-      launch_partial(mla_partial_kernel<Traits>, p, m_tiles, Traits::kThreads, Traits::kSharedBytes, stream));
-  return launch_combine<T, kMlaVDim>(p, stream);
+  return launch_partial<Traits>(mla_partial_kernel<Traits>, p, launch);
+}
+
+template <typename T, bool kFp8, int kD>
+cudaError_t launch_gqa_typed(const TreeVerifyParams& p, const Launch& launch) {
+  DDTREE_RETURN_IF_FAILED((launch_gqa_partial<T, kFp8, kD>(p, launch)));
+  return launch_combine<T, kD>(p, launch);
+}
+
+template <typename T, bool kFp8>
+cudaError_t launch_mla_typed(const TreeVerifyParams& p, const Launch& launch) {
+  DDTREE_RETURN_IF_FAILED((launch_mla_partial<T, kFp8>(p, launch)));
+  return launch_combine<T, kMlaVDim>(p, launch);
 }
 
 }  // namespace ddtree

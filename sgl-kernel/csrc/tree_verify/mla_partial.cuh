@@ -1,8 +1,9 @@
 // Tree-verify attention over MLA latents: 576 dimensions for S, the first 512 of the same bytes for O.
 //
-// Grid: x = work item (see tile_scheduler.cuh), y = M tile of 64 packed rows m = tree row * h_q + head. One block fills
-// the multiprocessor's registers: the 64 x 512 fp32 accumulator takes half of them and Q another quarter, which leaves
-// shared memory to the latents. What limits this kernel is shared-memory bandwidth, so the warps are laid out twice:
+// Grid: x = M tile of 64 packed rows m = tree row * h_q + head, y = work item (see tile_scheduler.cuh). One block fills
+// the multiprocessor's registers: the 64 x 512 fp32 accumulator takes half of them and Q another quarter (its last
+// fragments lie in shared memory, each thread its own), which leaves shared memory to the latents. What limits this
+// kernel is shared-memory bandwidth, so the warps are laid out twice:
 //   S: warp w sums rows 16 (w % 4) .. + 16 over half w / 4 of the dimensions; the two halves are exchanged through
 //      shared memory, both warps of the pair then hold the same S and each turns 16 of the 32 tokens into P.
 //   O: warp w owns value dimensions 64 w .. + 64 of all 64 rows, so that V is read from shared memory once.
@@ -58,6 +59,7 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const __grid_constant__ TreeVerifyParams p) {
   using T = typename Traits::Element;
   constexpr int kPitch = Traits::kPitch, kTileN = Traits::kTileN, kSteps = Traits::kSteps;
+  constexpr int kStepsRegisters = kSteps - Traits::kStepsShared;
   constexpr int kFragsV = Traits::kWarpV / 8;
   extern __shared__ __align__(16) char smem[];
   char* const fp8_stage = smem + Traits::kTileBytes;                               // fp8 only
@@ -68,40 +70,52 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
 
   __shared__ WorkItem work;  // in shared memory: the main loop has no registers to spare
   if (threadIdx.x < 32) {
-    const WorkItem found = find_work(p, blockIdx.x);
+    const WorkItem found = find_work(p, blockIdx.y);
     if (threadIdx.x == 0) work = found;
   }
   __syncthreads();
-  const int m0 = blockIdx.y * Traits::kTileM;
+  const int m0 = blockIdx.x * Traits::kTileM;
   if (work.index < 0 || m0 >= work.request.rows * p.h_q) return;
   const Request& request = work.request;
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int group = warp & 3, half_k = warp >> 2;  // rows 16 * group, dimensions 288 * half_k
-  const int64_t kv_start = p.kv_indptr[work.index];
   const int tiles = ceil_div(work.end - work.begin, kTileN);
   const uint32_t smem_base = smem_address(smem);
   const uint32_t stages = smem_base + (Traits::kFp8 ? Traits::kTileBytes : 0);
 
   auto load_slot = [&](int tile) {
     const int token = work.begin + tile * kTileN + int(threadIdx.x / 8);
-    return token < work.end ? token_slot(p, request, kv_start, token) : -1;
+    return token < work.end ? token_slot(p, request, request.kv_start, token) : -1;
   };
   mla_load_tile<Traits>(p, stages, load_slot(0));
   cp_async_commit();
   int next_slot = load_slot(1);
 
-  uint32_t q_frag[kSteps][4];
+  uint32_t q_frag[kStepsRegisters][4];
+  uint4* const q_shared = reinterpret_cast<uint4*>(smem + Traits::kQOffset) + threadIdx.x;
+  {
+    uint32_t all[kSteps][4];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int m = m0 + group * 16 + half * 8 + lane / 4, row = m / p.h_q;
-    const bool exists = row < request.rows;
-    const T* q = static_cast<const T*>(p.q) + (request.row0 + int64_t(row)) * p.q_stride_t + m % p.h_q * p.q_stride_h +
-                 half_k * Traits::kHalf + lane % 4 * 2;
+    for (int half = 0; half < 2; ++half) {
+      const int m = m0 + group * 16 + half * 8 + lane / 4, row = m / p.h_q;
+      const bool exists = row < request.rows;
+      const T* q = static_cast<const T*>(p.q) + (request.row0 + int64_t(row)) * p.q_stride_t +
+                   m % p.h_q * p.q_stride_h + half_k * Traits::kHalf + lane % 4 * 2;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        all[k][half] = exists ? *reinterpret_cast<const uint32_t*>(q + k * 16) : 0;
+        all[k][half + 2] = exists ? *reinterpret_cast<const uint32_t*>(q + k * 16 + 8) : 0;
+      }
+    }
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      q_frag[k][half] = exists ? *reinterpret_cast<const uint32_t*>(q + k * 16) : 0;
-      q_frag[k][half + 2] = exists ? *reinterpret_cast<const uint32_t*>(q + k * 16 + 8) : 0;
+      if (k >= kStepsRegisters) {
+        q_shared[(k - kStepsRegisters) * Traits::kThreads] = make_uint4(all[k][0], all[k][1], all[k][2], all[k][3]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q_frag[k][i] = all[k][i];
+      }
     }
   }
 
@@ -138,12 +152,20 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
     float s[4][4] = {};
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
+      uint32_t q[4];
+      if (k < kStepsRegisters) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q[i] = q_frag[k][i];
+      } else {
+        const uint4 v = q_shared[(k - kStepsRegisters) * Traits::kThreads];
+        q[0] = v.x, q[1] = v.y, q[2] = v.z, q[3] = v.w;
+      }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         uint32_t b[4];
         ldmatrix_x4(b, tile + k_lane + n * 16 * kPitch + k * 32);
-        mma_m16n8k16<T>(s[2 * n], q_frag[k], b[0], b[1]);
-        mma_m16n8k16<T>(s[2 * n + 1], q_frag[k], b[2], b[3]);
+        mma_m16n8k16<T>(s[2 * n], q, b[0], b[1]);
+        mma_m16n8k16<T>(s[2 * n + 1], q, b[2], b[3]);
       }
     }
 
@@ -248,7 +270,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = f * 16 + half * 8 + lane / 4;
-      const RowWriter<T> writer(p, work, blockIdx.x, 0, m0 + row, maxima[row], sums[row] + sums[Traits::kTileM + row],
+      const RowWriter<T> writer(p, work, blockIdx.y, 0, m0 + row, maxima[row], sums[row] + sums[Traits::kTileM + row],
                                 warp == 0 && lane % 4 == 0);
 #pragma unroll
       for (int d = 0; d < kFragsV; ++d)

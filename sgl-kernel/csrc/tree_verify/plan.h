@@ -1,5 +1,5 @@
 // Host-side plan of a tree-verify launch: tile height, split count and workspace. Depends on static shape facts and
-// the card's size only, never on lengths, so that what is decided at capture holds for every replay. No CUDA, no torch.
+// the card only, never on lengths, so that what is decided at capture holds for every replay. No CUDA, no torch.
 #pragma once
 
 #include <algorithm>
@@ -22,26 +22,24 @@ inline int gqa_tile_m(int packed, int d_qk) {
   return packed <= 64 || d_qk > 128 ? 64 : 128;
 }
 
-// Splits a request (on average) so that b x KV heads x M tiles x splits fills the card in whole waves. The kernels deal
-// b * num_splits work items out by device lengths, so a long request may get more and a short one fewer.
-inline int choose_num_splits(int b, int max_rows, int h_q, int h_kv, int d_qk, int d_v, int sm_count) {
-  const bool mla = d_qk == kMlaQkDim && d_v == kMlaVDim;
-  const int packed = packed_rows(max_rows, h_q, h_kv);
-  const int tile_m = mla ? kMlaTileM : gqa_tile_m(packed, d_qk);
-  const int64_t tiles = int64_t(b) * h_kv * ((packed + tile_m - 1) / tile_m);
-  const int64_t resident = int64_t(sm_count) * (mla ? 1 : tile_m == 128 ? 2 : 3);  // blocks that share a multiprocessor
-  if (tiles <= 0) return 1;
-  const int limit = int(std::clamp<int64_t>(4 * resident / tiles, 1, kMaxSplits));
-  auto efficiency = [&](int splits) {
-    const int64_t ctas = tiles * splits, waves = (ctas + resident - 1) / resident;
-    return double(ctas) / double(waves * resident);
+// Splits a request (on average), for `tiles` = b x KV heads x M tiles. Blocks that share a multiprocessor share its
+// bandwidth and tensor cores, so what counts is that all multiprocessors get the same number of blocks, and enough of
+// them (up to `blocks`, those that fit) to cover each other's latency. One wave where it can be had: more splits mean
+// more partial results. The kernels deal b * num_splits work items out by device lengths, so a long request may get
+// more and a short one fewer.
+inline int choose_num_splits(int64_t tiles, int multiprocessors, int blocks) {
+  if (tiles <= 0 || multiprocessors <= 0 || blocks <= 0) return 1;
+  const int64_t resident = int64_t(multiprocessors) * blocks;
+  const int limit = int(std::clamp<int64_t>(resident / tiles, tiles > resident ? 4 : 1, kMaxSplits));
+  auto score = [&](int splits) {
+    const int64_t launched = tiles * splits, each = (launched + multiprocessors - 1) / multiprocessors;
+    return double(launched) / double(multiprocessors * each) * double(std::min<int64_t>(each, blocks) + 1);
   };
-  const int one_wave = int(std::clamp<int64_t>(resident / tiles, 1, kMaxSplits));
   double best = 0;
-  for (int s = one_wave; s <= limit; ++s) best = std::max(best, efficiency(s));
-  for (int s = one_wave; s <= limit; ++s)
-    if (efficiency(s) >= 0.9 * best) return s;
-  return 1;
+  for (int s = 1; s <= limit; ++s) best = std::max(best, score(s));
+  for (int s = 1; s < limit; ++s)
+    if (score(s) >= 0.95 * best) return s;
+  return limit;
 }
 
 // Partial O [b * num_splits, max_rows, h_q, d_v] fp32, then partial LSE [b * num_splits, max_rows, h_q] fp32 (base 2).

@@ -8,6 +8,7 @@ namespace ddtree {
 
 __device__ __forceinline__ int node_depth(const uint64_t* ancestors, int words) {
   int bits = 0;
+#pragma unroll 1  // in kernels whose registers are all taken
   for (int w = 0; w < words; ++w) bits += __popcll(ancestors[w]);
   return bits - 1;
 }
@@ -43,6 +44,7 @@ __device__ inline uint32_t tree_mask(const TreeVerifyParams& p, const Request& q
   const int outside = min(q.prefix + depth - p.sliding_window - begin, in_prefix);  // prefix tokens behind the window
   if (outside > 0) mask &= outside == 32 ? 0u : ~((1u << outside) - 1);
   if (depth > p.sliding_window && in_prefix < 32) {
+#pragma unroll 1
     for (uint32_t rest = mask >> in_prefix << in_prefix; rest; rest &= rest - 1) {
       const int j = __ffs(rest) - 1;
       const uint64_t* key = p.ancestors + int64_t(q.row0 + node + j) * p.words;

@@ -1,5 +1,5 @@
 #include "../launch.cuh"
 
 namespace ddtree {
-template cudaError_t launch_mla_typed<__half, true>(const TreeVerifyParams&, cudaStream_t);
+template cudaError_t launch_mla_typed<__half, true>(const TreeVerifyParams&, const Launch&);
 }  // namespace ddtree

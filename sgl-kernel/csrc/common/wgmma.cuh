@@ -1,0 +1,114 @@
+// wgmma (sm_90a): matrix products of a warpgroup, four warps, with fp32 accumulators in registers and operands in
+// shared memory in the 128-byte swizzle. A product runs asynchronously: fence, products, commit, wait.
+//
+// A swizzled block is [rows][128 bytes], 1024-byte aligned; the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
+// Accumulator of m64nN, thread t of the group, g = t % 32 / 4, c = 2 * (t % 4): d[4 j .. 4 j + 3] are (row, column)
+// (16 (t / 32) + g, 8 j + c .. + 1) and (row + 8, the same). A from registers has the layout of mma.sync's A.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace ddtree {
+
+constexpr int kSwizzleRowBytes = 128;
+constexpr int kSwizzleAtomBytes = 8 * kSwizzleRowBytes;
+
+// Byte offset of the 16-byte chunk of a row in a swizzled block.
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+  return row * kSwizzleRowBytes + ((chunk ^ (row & 7)) << 4);
+}
+
+// Shared-memory descriptor of an operand in the 128-byte swizzle. `stride` is the step between atoms of eight rows.
+// Read along the rows' bytes (K-major), a product takes 32 bytes of each row: `leading` is unused. Read across the rows
+// (MN-major), it takes 16 rows, and `leading` is the step between blocks of 128 bytes.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, int leading, int stride) {
+  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
+  return kSwizzle128 | uint64_t(stride >> 4) << 32 | uint64_t(leading >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+// Orders earlier register and ordinary shared-memory accesses before the products that follow.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most kPending of the group's committed batches run.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from moving accesses to accumulators across the waits and fences around it.
+template <int kCount>
+__device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Makes this thread's ordinary writes to shared memory visible to the products of threads that synchronize with it.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#define DDTREE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define DDTREE_D16(i) DDTREE_D4(i), DDTREE_D4(i + 4), DDTREE_D4(i + 8), DDTREE_D4(i + 12)
+
+#define DDTREE_WGMMA_N64(type)                                                                                       \
+  asm volatile(                                                                                                      \
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"                                                 \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                                    \
+      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
+      "%29,%30,%31}, %32, %33, accumulate, 1, 1, 0, 0;\n}\n"                                                         \
+      : DDTREE_D16(0), DDTREE_D16(16)                                                                                \
+      : "l"(a), "l"(b), "r"(int(accumulate)))
+
+// d [64, 64] = a [64, 16] b [64, 16]^T (+ d), both from shared memory, K-major.
+template <typename T>
+__device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    DDTREE_WGMMA_N64("bf16");
+  } else {
+    static_assert(std::is_same_v<T, __half>);
+    DDTREE_WGMMA_N64("f16");
+  }
+}
+
+#define DDTREE_WGMMA_N256(type)                                                                                       \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                           \
+               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26," \
+               "%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51," \
+               "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76," \
+               "%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,"    \
+               "%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120," \
+               "%121,%122,%123,%124,%125,%126,%127}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;\n"                      \
+               : DDTREE_D16(0), DDTREE_D16(16), DDTREE_D16(32), DDTREE_D16(48), DDTREE_D16(64), DDTREE_D16(80),       \
+                 DDTREE_D16(96), DDTREE_D16(112)                                                                      \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+// d [64, 256] += a [64, 16] b [16, 256]: a from registers, b from shared memory, MN-major.
+template <typename T>
+__device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    DDTREE_WGMMA_N256("bf16");
+  } else {
+    static_assert(std::is_same_v<T, __half>);
+    DDTREE_WGMMA_N256("f16");
+  }
+}
+
+#undef DDTREE_WGMMA_N64
+#undef DDTREE_WGMMA_N256
+#undef DDTREE_D16
+#undef DDTREE_D4
+
+// Moves registers between warpgroups: each warpgroup of the block calls one of the two, in its own branch.
+template <int kRegisters>
+__device__ __forceinline__ void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace ddtree

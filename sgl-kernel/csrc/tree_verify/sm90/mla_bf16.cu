@@ -1,0 +1,5 @@
+#include "launch_mla_sm90.cuh"
+
+namespace ddtree {
+template cudaError_t launch_mla_sm90<__nv_bfloat16, false>(const TreeVerifyParams&, const Launch&);
+}  // namespace ddtree

@@ -1,0 +1,5 @@
+#include "launch_mla_sm90.cuh"
+
+namespace ddtree {
+template cudaError_t launch_mla_sm90<__half, true>(const TreeVerifyParams&, const Launch&);
+}  // namespace ddtree
