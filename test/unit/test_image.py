@@ -225,8 +225,9 @@ class TestPrune(Scratch):
         }
 
     def test_removes_and_reports(self):
-        (record,) = prune.prune(self.folder, {"remove": [self.rule]})
+        record, links = prune.prune(self.folder, {"remove": [self.rule]})
         self.assertFalse((self.folder / "pack/big.so").exists())
+        self.assertEqual((links["verb"], links["bytes"]), ("link", 0))
         self.assertEqual((record["verb"], record["bytes"], record["why"]), ("remove", 1000, "w"))
 
     def refused(self, **changes):
@@ -252,10 +253,18 @@ class TestPrune(Scratch):
 
     def test_what_goes_may_name_itself(self):
         self.write("pack/inner/again.py", "pack.big")
-        (record,) = prune.prune(
-            self.folder, {"remove": [self.rule | {"paths": ["pack/big.so", "pack/inner"]}]}
-        )
+        prune.prune(self.folder, {"remove": [self.rule | {"paths": ["pack/big.so", "pack/inner"]}]})
         self.assertFalse((self.folder / "pack/inner").exists())
+
+    def test_copies_become_one_file(self):
+        first, second = self.write("a/lib.so", "x" * 5000), self.write("b/lib.so.1", "x" * 5000)
+        other, program = self.write("c/lib.so", "y" * 5000), self.write("d/tool", "x" * 5000)
+        program.chmod(0o755)
+        record = prune.link_copies(self.folder)
+        self.assertEqual((record["bytes"], record["paths"]), (5000, ["1 copies of other files"]))
+        self.assertTrue(first.samefile(second))
+        self.assertFalse(first.samefile(program), "a mode would be lost")
+        self.assertEqual(other.read_text(), "y" * 5000)
 
     def test_the_list_has_a_reason_for_each_rule(self):
         import tomllib

@@ -34,6 +34,14 @@ SUITE = "bookworm"
 BASE = f"localhost/debian-base:{SUITE}"
 ARCHITECTURES = {"cpu": "", "cuda": "9.0;10.0a;10.3a;12.0f"}
 FREE_BYTES = {"cpu": 15 << 30, "cuda": 40 << 30}
+# What debian:*-slim leaves out, for packages installed later, too; licences stay.
+SLIM = """\
+path-exclude /usr/share/doc/*
+path-include /usr/share/doc/*/copyright
+path-exclude /usr/share/info/*
+path-exclude /usr/share/locale/*
+path-exclude /usr/share/man/*
+"""
 # podman's defaults ask for more than an unprivileged host gives: cgroups, limits, a network of its own.
 CONTAINERS_CONF = """\
 [containers]

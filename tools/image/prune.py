@@ -9,6 +9,7 @@ verb, paths, reason, importers, bytes saved.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+LINK_BYTES = 4096  # smaller files take a block each way
 LIBRARY = re.compile(r"\.so(\.[\w.]+)?$")
 
 
@@ -76,7 +78,7 @@ def check_importers(site: Path, rules: list[dict], gone: set[Path]) -> None:
 
 
 def prune(site: Path, rules: dict[str, list[dict]]) -> list[dict]:
-    """Removes and strips what `rules` (the list, parsed) names under `site`; returns the report's records.
+    """Removes and strips what `rules` (the list, parsed) names under `site`, and links copies; returns the records.
 
     Raises:
         PruneError: a pattern matches nothing, or an importer is not listed.
@@ -96,7 +98,29 @@ def prune(site: Path, rules: dict[str, list[dict]]) -> list[dict]:
         before = sum(map(size, files))
         subprocess.run(["strip", "--strip-unneeded", *files], check=True)
         report.append({"verb": "strip", "bytes": before - sum(map(size, files)), **rule})
-    return report
+    return [*report, link_copies(site)]
+
+
+def link_copies(site: Path) -> dict:
+    """Makes one file of those with the same content and mode (wheels know no links); returns the report's record."""
+    by_size: dict[tuple[int, int], list[Path]] = {}
+    for top, _, files in os.walk(site):
+        for name in files:
+            path = Path(top, name)
+            state = path.lstat()
+            if not path.is_symlink() and state.st_size >= LINK_BYTES and state.st_nlink == 1:
+                by_size.setdefault((state.st_size, state.st_mode), []).append(path)
+    saved, linked, first = 0, 0, {}
+    for key, paths in by_size.items():
+        for path in sorted(paths) if len(paths) > 1 else ():
+            content = (*key, hashlib.sha256(path.read_bytes()).digest())
+            if content in first:
+                path.unlink()
+                path.hardlink_to(first[content])
+                saved, linked = saved + key[0], linked + 1
+            else:
+                first[content] = path
+    return {"verb": "link", "bytes": saved, "paths": [f"{linked} copies of other files"]}
 
 
 def main(site: str, rules: str, report: str) -> int:

@@ -53,7 +53,6 @@ MODULES = {
         "sgl_kernel",
         "sgl_kernel.ddtree",
         "deep_gemm",
-        "deep_ep",
         "flash_mla",
         "flash_attn.cute",
         "cutlass.cute",
@@ -73,7 +72,6 @@ MODULES = {
         "sglang.srt.layers.attention.flashinfer_mla_backend",
         "sglang.srt.layers.attention.trtllm_mha_backend",
         "sglang.srt.layers.attention.trtllm_mla_backend",
-        "sglang.srt.layers.attention.cutlass_mla_backend",
         "sglang.srt.layers.attention.flashattention_backend",
         "sglang.srt.layers.attention.triton_backend",
         "sglang.srt.layers.attention.dsa_backend",
@@ -82,6 +80,7 @@ MODULES = {
         "sglang.kernels.ops.attention.flash_attention_v4_sm120",
     ),
 }
+WITH_A_CARD = ("deep_ep",)  # these ask for a device when they are imported
 IMPORT_SECONDS = 600  # the first import on a slow disk compiles thousands of Python files
 FREE_WARNING = 2 << 30  # bytes; a large model's JIT caches stay below
 
@@ -205,7 +204,9 @@ def imports() -> list[Row]:
     """Imports what serves, in a process of its own. Without a driver a stub of libcuda stands in for it."""
     from sglang.srt.check_env.toolchain import driver_stub
 
-    names = MODULES[profile()]
+    import torch
+
+    names = (*MODULES[profile()], *(WITH_A_CARD if torch.cuda.is_available() else ()))
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         stub = driver_stub() if profile() == "cuda" else None
@@ -237,5 +238,5 @@ def imports() -> list[Row]:
                 {"broken": broken},
             )
         ]
-    note = ", with a stub for the driver" if stub else ""
+    note = f", with a stub for the driver and without {', '.join(WITH_A_CARD)}" if stub else ""
     return [Row("imports", OK, f"{len(names)} modules that serve{note}", {"modules": list(names)})]
