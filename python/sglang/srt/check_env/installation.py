@@ -202,9 +202,8 @@ for name in sys.argv[1:]:
 
 def imports() -> list[Row]:
     """Imports what serves, in a process of its own. Without a driver a stub of libcuda stands in for it."""
-    from sglang.srt.check_env.toolchain import driver_stub
-
     import torch
+    from sglang.srt.check_env.toolchain import driver_stub
 
     names = (*MODULES[profile()], *(WITH_A_CARD if torch.cuda.is_available() else ()))
     environment = dict(os.environ)
