@@ -49,7 +49,7 @@ struct GqaTraits {
   static_assert(kSharedBytes <= kMaxSharedMemory);
 };
 
-// GQA on sm_90a with wgmma (sm90/gqa_sm90.cuh): 64 packed rows a warpgroup, and a warp that copies. Blocks of one
+// GQA on sm_90a with wgmma (sm90/gqa_sm90.cuh): 64 packed rows a warpgroup, and warps that copy. Blocks of one
 // warpgroup are limited by memory and share a multiprocessor in pairs; a block of two, limited by arithmetic, takes it
 // alone, and so does head size 256. A multiprocessor has 228 KiB, of which the system takes 1 KiB a block.
 template <typename T, bool kFp8_, int kD_, int kWarpgroups_>
@@ -58,11 +58,14 @@ struct GqaSm90Traits {
   using Mma = std::conditional_t<kFp8_, __half, T>;  // as in GqaTraits
   static constexpr bool kFp8 = kFp8_, kScaleQ = !std::is_same_v<Mma, T>;
   static constexpr int kD = kD_, kWarpgroups = kWarpgroups_, kTileM = 64 * kWarpgroups;
-  static constexpr int kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 32;
+  static constexpr int kConsumers = 128 * kWarpgroups;
   static constexpr int kMinBlocks = kWarpgroups == 2 || kD == 256 ? 1 : 2;
+  static constexpr int kProducers = kMinBlocks == 2 ? 2 : 4;  // warps; what the consumers' registers leave room for
+  static constexpr int kThreads = kConsumers + 32 * kProducers;
   static constexpr int kTileN = kD == 192                                                       ? 32
                                 : (kD == 64 || kWarpgroups == 2) && !(kFp8 && kWarpgroups == 2) ? 128
                                                                                                 : 64;
+  static constexpr int kProducerRows = kTileN / kProducers;
   static constexpr int kColumns = (kD + 63) / 64 * 64;  // in blocks of 128 bytes
   static constexpr int kQBytes = kTileM * kColumns * 2;
   static constexpr int kTileBytes = 2 * kTileN * kColumns * 2;  // K, V

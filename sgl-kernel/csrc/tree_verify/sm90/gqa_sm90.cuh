@@ -1,15 +1,15 @@
 // Tree-verify attention of one chunk of a request's KV for one KV head and tile of packed rows, with wgmma (sm_90a).
 //
 // The same work as ../gqa_partial.cuh, which says what a packed row and a work item are. A warpgroup of consumers owns
-// 64 rows; the block's one or two warpgroups share the K and V tiles, which one more warp copies (cp.async, gathered by
+// 64 rows; the block's one or two warpgroups share the K and V tiles, which producer warps copy (cp.async, gathered by
 // slot) into a ring of stages. Every operand but P is read by the tensor cores from shared memory in the 128-byte
 // swizzle: 64 columns [rows][128 bytes] a block of columns. Warpgroups, and blocks that share a multiprocessor, run
 // their softmax beside each other's products. fp8: the consumers convert a tile while the products of the one before
 // run. Columns are then permuted, the first halves of all 16-byte vectors before the second halves, so that the
 // converted vectors are written without bank conflicts; Q is permuted alike, and the output is permuted back.
-// Synchronization: an mbarrier pair a stage. `full` completes when the copies of the producer's 32 lanes have landed;
+// Synchronization: an mbarrier pair a stage. `full` completes when the copies of the producers' lanes have landed;
 // each consumer waits for it and then puts the proxy fence between those writes and its products. (In a thread with
-// copies in flight that fence waits for them all: a reason for the producer.) `empty` completes when each consumer warp
+// copies in flight that fence waits for them all: a reason for producers.) `empty` completes when each consumer warp
 // has finished its products of the stage, or fp8 its conversion. fp8: two converted tiles; the barrier of the consumers
 // that ends a tile says that the next one is converted and that this one's products are done.
 #pragma once
@@ -41,19 +41,21 @@ struct GqaSm90Lanes {
   static constexpr int kPasses = Traits::kTileN > kPassRows ? Traits::kTileN / kPassRows : 1;
 };
 
-// The producer warp copies a tile. Lane i holds the slots of the tile's tokens 32 r + i. kAll: every token exists.
+// A producer warp copies its tokens of a tile, from `row0` on. Lane i holds the slots of its tokens 32 r + i. kAll: every
+// token exists.
 template <typename Traits, bool kAll>
 __device__ __forceinline__ void gqa_sm90_load_tile(const TreeVerifyParams& p, const char* k, const char* v,
-                                                   uint32_t stage, const int (&slots)[Traits::kTileN / 32]) {
+                                                   uint32_t stage, int row0,
+                                                   const int (&slots)[(Traits::kProducerRows + 31) / 32]) {
   using Lanes = GqaSm90Lanes<Traits, 32>;
   constexpr int kTileN = Traits::kTileN, kHalf = Traits::kStageBytes / 2, kBytes = Traits::kFp8 ? 1 : 2;
   const uint32_t k_stride = p.k_stride_slot * kBytes, v_stride = p.v_stride_slot * kBytes;
   const int lane = threadIdx.x & 31, part = lane % Lanes::kGroup;
 #pragma unroll
-  for (int r = 0; r < kTileN / 32; ++r) {
+  for (int r = 0; r < (Traits::kProducerRows + 31) / 32; ++r) {
 #pragma unroll 8
-    for (int pass = 0; pass < 32 / Lanes::kPassRows; ++pass) {
-      const int at = pass * Lanes::kPassRows + lane / Lanes::kGroup, row = r * 32 + at;
+    for (int pass = 0; pass < min(32, Traits::kProducerRows) / Lanes::kPassRows; ++pass) {
+      const int at = pass * Lanes::kPassRows + lane / Lanes::kGroup, row = row0 + r * 32 + at;
       const int s = __shfl_sync(0xffffffff, slots[r], at);
       const bool valid = kAll || s >= 0;
       const uint64_t from = kAll ? uint32_t(s) : uint32_t(max(s, 0));
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     if (lane == 0) {
       work = found;
       for (int s = 0; s < kStages; ++s) {
-        mbarrier_init(full + s * 8, 32);
+        mbarrier_init(full + s * 8, 32 * Traits::kProducers);
         mbarrier_init(empty + s * 8, Traits::kConsumers / 32);
       }
     }
@@ -129,31 +131,32 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   const Request& request = work.request;
   const int tiles = ceil_div(work.end - work.begin, kTileN);
 
-  if (warp == Traits::kConsumers / 32) {
-    constexpr int kBytes = kFp8 ? 1 : 2;
+  if (warp >= Traits::kConsumers / 32) {
+    constexpr int kSlots = (Traits::kProducerRows + 31) / 32, kBytes = kFp8 ? 1 : 2;
     const char* k = static_cast<const char*>(p.k_cache) + kv_head * p.k_stride_h * kBytes;
     const char* v = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_h * kBytes;
-    int slots[kTileN / 32];
+    const int row0 = (warp - Traits::kConsumers / 32) * Traits::kProducerRows;
+    int slots[kSlots];
     auto load_slots = [&](int tile) {
 #pragma unroll
-      for (int r = 0; r < kTileN / 32; ++r) {
-        const int token = work.begin + tile * kTileN + r * 32 + lane;
+      for (int r = 0; r < kSlots; ++r) {
+        const int token = work.begin + tile * kTileN + row0 + r * 32 + lane;
         slots[r] = token < work.end ? token_slot(p, request, request.kv_start, token) : -1;
       }
     };
     load_slots(0);
     int stage = 0, parity = 1;  // of the phase that frees the stage: the first one counts as complete
     for (int j = 0; j < tiles; ++j) {
-      int now[kTileN / 32];
+      int now[kSlots];
 #pragma unroll
-      for (int r = 0; r < kTileN / 32; ++r) now[r] = slots[r];
+      for (int r = 0; r < kSlots; ++r) now[r] = slots[r];
       load_slots(j + 1);
       mbarrier_wait(empty + stage * 8, parity);
       const uint32_t to = stages + stage * Traits::kStageBytes;
       if (work.begin + (j + 1) * kTileN <= work.end) {
-        gqa_sm90_load_tile<Traits, true>(p, k, v, to, now);
+        gqa_sm90_load_tile<Traits, true>(p, k, v, to, row0, now);
       } else {
-        gqa_sm90_load_tile<Traits, false>(p, k, v, to, now);
+        gqa_sm90_load_tile<Traits, false>(p, k, v, to, row0, now);
       }
       mbarrier_arrive_after_copies(full + stage * 8);
       if (++stage == kStages) stage = 0, parity ^= 1;
