@@ -138,7 +138,15 @@ class Store:
         for arguments in (("rm", "-a", "-f"), ("image", "umount", "-a"), ("rmi", "-a", "-f")):
             self.run("podman", *arguments, check=False, capture_output=True)
         subprocess.run(["umount", self.folder / "root" / "overlay"], capture_output=True)
+        discard(self.folder / "base")
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def discard(root: Path) -> None:
+    """Removes a root file system; a debootstrap that was interrupted leaves /proc and /sys mounted in it."""
+    for name in ("proc", "sys"):
+        subprocess.run(["umount", "-l", root / name], capture_output=True)
+    shutil.rmtree(root, ignore_errors=True)
 
 
 def make_base(store: Store) -> str:
@@ -149,7 +157,7 @@ def make_base(store: Store) -> str:
     if store.has(BASE):
         return BASE
     root = store.folder / "base"
-    shutil.rmtree(root, ignore_errors=True)
+    discard(root)
     command = ["debootstrap", "--variant=minbase", "--include=ca-certificates", SUITE, root, mirror()]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     sources = Path("/etc/apt/sources.list.d/debian.sources")
@@ -170,7 +178,7 @@ def make_base(store: Store) -> str:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     with subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE) as tar:
         store.run("podman", "import", "-q", "-", BASE, stdin=tar.stdout, stdout=subprocess.DEVNULL)
-    shutil.rmtree(root)
+    discard(root)
     return BASE
 
 
