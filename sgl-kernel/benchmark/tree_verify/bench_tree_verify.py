@@ -10,6 +10,7 @@ cleared before each. Prints a Markdown table; never asserts.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -18,11 +19,13 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import sgl_kernel.ddtree
 import torch
 import triton
 from sgl_kernel.ddtree import verify_gqa, verify_mla, verify_workspace
 
 HERE = Path(__file__).resolve().parent
+LIBRARY = Path(sgl_kernel.ddtree.__file__).parent / "_ddtree_cuda.so"
 FP8 = torch.float8_e4m3fn
 
 
@@ -219,7 +222,8 @@ class CommonKernels:
 
 
 def smi(fields: str) -> str:
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    uuid = "GPU-" + str(torch.cuda.get_device_properties("cuda").uuid).removeprefix("GPU-")
+    command = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={fields}", "--format=csv,noheader"]
     return subprocess.check_output(command, text=True).strip().splitlines()[0]
 
 
@@ -243,6 +247,8 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": options.commit,
+        # Beside an upstream sgl_kernel, a package of ours that is not installed into it is not the one imported.
+        "library_sha256": hashlib.sha256(LIBRARY.read_bytes()).hexdigest(),
         "command": " ".join(["python", *sys.argv]),
         "copy_gb_s": copy,
         "mma_sync_tflop_s": mma,
