@@ -1,6 +1,6 @@
 """Builds a target of docker/Dockerfile with buildah, where there is no Docker engine and no registry of images.
 
-    python3 -m tools.image.build cpu|cuda [--store FOLDER] [--record FILE]
+    python3 -m tools.image.build cpu|cuda [--store FOLDER] [--record FILE] [--kernels FOLDER]
 
 Needs root, and Debian's buildah, podman, runc, debootstrap and fuse-overlayfs. The base image is made by debootstrap from
 the mirror that this host's apt uses, or is BASE_IMAGE where that is set. Standard library only.
@@ -228,8 +228,13 @@ def revision() -> str:
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
-def build(target: str, store: Store) -> str:
+def build(target: str, store: Store, kernels: Path | None = None) -> str:
     """Builds `target` in `store`; returns the image's name.
+
+    Args:
+        target: 'cpu' or 'cuda'.
+        store: where the image goes.
+        kernels: a folder whose wheels/ has our kernels, compiled before; None compiles them.
 
     Raises:
         ImageError: with the reason.
@@ -254,6 +259,8 @@ def build(target: str, store: Store) -> str:
     command += ["-f", ROOT / "docker/Dockerfile", "--ignorefile", ROOT / "docker/Dockerfile.dockerignore"]
     if target == "cpu":
         command += ["--build-context", f"torch-cpu={fetch_torch(store.folder / 'torch-cpu')}"]
+    if kernels:  # takes the place of the stage that compiles them
+        command += ["--build-context", f"{target}-kernels={kernels}"]
     if bundle := ca_bundle():
         command += ["--secret", f"id=ca_bundle,src={bundle}"]
     values = {
@@ -283,11 +290,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--record", type=Path, metavar="FILE", help="write time, size and build information as JSON"
     )
+    parser.add_argument(
+        "--kernels", type=Path, metavar="FOLDER", help="take our kernels' wheel from FOLDER/wheels"
+    )
     arguments = parser.parse_args(argv)
     started = time.monotonic()
     try:
         store = Store(arguments.store.resolve())
-        image = build(arguments.target, store)
+        image = build(arguments.target, store, arguments.kernels and arguments.kernels.resolve())
     except (ImageError, OSError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -296,6 +306,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.record:
         info = build_info(arguments.target, ARCHITECTURES[arguments.target])
         record = {"image": image, "seconds": round(seconds), "bytes": total, "revision": revision(), **info}
+        record["kernels"] = "compiled before" if arguments.kernels else "compiled"
         arguments.record.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
