@@ -494,23 +494,23 @@ WRONG_ARGUMENTS = {
         r"ancestors: expected a contiguous tensor, got shape \[5, 1\] with strides \[2, 1\]",
     ),
     "ancestors too small": (
-        lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, 1, 65, 1)},
+        lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, (1,), 65)},
         r"ancestors: expected 2 words a row or more \(64 nodes each\) for max_rows = 65, got shape \[5, 1\]",
     ),
     "max_rows": (
-        lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, 1, 257, 1)},
+        lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, (1,), 257)},
         r"max_rows: expected 1 to 256, got 257",
     ),
     "num_splits": (
-        lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, 0, 5, 1)},
+        lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, (0,), 5)},
         r"num_splits: expected 1 or more, got 0",
     ),
     "workspace dtype": (
-        lambda b: {"workspace": VerifyWorkspace(torch.zeros(64, device=b.q.device), 1, 5, 1)},
+        lambda b: {"workspace": VerifyWorkspace(torch.zeros(64, device=b.q.device), (1,), 5)},
         r"workspace: expected dtype uint8, got float32",
     ),
     "workspace batch": (
-        lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, 1, 5, 0)},
+        lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, (), 5)},
         r"workspace: expected one for 1 requests or more, got one for 0",
     ),
     "sm_scale": (replaced(sm_scale=0.0), r"sm_scale: expected a positive number, got 0"),
@@ -682,7 +682,7 @@ def test_debug_variable():
 def test_workspace_too_small(device):
     batch = make_batch(Case(num_splits=3), device)
     good = batch.workspace()
-    small = VerifyWorkspace(good.buffer[:-16], 3, good.max_rows, good.batch)
+    small = VerifyWorkspace(good.buffer[:-16], good.num_splits, good.max_rows)
     with pytest.raises(ValueError, match=r"workspace: expected \d+ bytes or more .*, got \d+"):
         batch.run(small)
 
@@ -706,8 +706,15 @@ def test_float32_is_for_the_cpu(device):
 def test_plan(device):
     shape = dict(batch=4, max_rows=64, h_q=32, h_kv=8, d_qk=128, d_v=128, device=device)
     workspace = verify_workspace(**shape)
-    assert workspace.num_splits >= 1
+    assert workspace.batch == len(workspace.num_splits) == 4
     assert workspace.buffer.device.type == device
+    alone = verify_workspace(**dict(shape, batch=1))
+    assert alone.num_splits == workspace.num_splits[:1]
+    for requests, num_splits in enumerate(workspace.num_splits, start=1):
+        partials = requests * num_splits * 64 * 32 * (128 + 1) * 4 if num_splits > 1 else 0
+        assert num_splits >= 1 and partials <= workspace.buffer.numel()
+    if device == "cuda":  # 8 KV heads alone occupy a small part of any card: a request alone is cut finer
+        assert workspace.num_splits[0] > workspace.num_splits[-1]
     for name, value, message in (
         ("max_rows", 257, "max_rows: expected 1 to 256, got 257"),
         ("batch", 0, "batch: expected 1 or more, got 0"),
@@ -715,6 +722,30 @@ def test_plan(device):
     ):
         with pytest.raises(ValueError, match=message):
             verify_workspace(**dict(shape, **{name: value}))
+
+
+def test_launch_is_split_by_its_own_batch_size(monkeypatch):
+    """A launch of few requests takes the plan for as many, in the buffer that the largest need fixes."""
+    plans = {1: (8, 640), 2: (4, 1024), 3: (1, 0)}
+    launched = []
+
+    class Ops:
+        ddtree_verify_plan = staticmethod(lambda like, requests, *shape: plans[requests])
+        ddtree_verify_gqa = staticmethod(lambda *arguments: launched.append(arguments[-4:-2]))
+        ddtree_verify_mla = ddtree_verify_gqa
+
+    monkeypatch.setattr(sgl_kernel.ddtree.verify, "_ops", Ops)
+    for mla in (False, True):
+        batches = [
+            make_batch(Case(mla=mla, h_kv=1, trees=(chain(2),) * n, prefix_lens=(5,) * n)) for n in plans
+        ]
+        workspace = batches[-1].workspace()
+        assert workspace.buffer.numel() == 1024
+        for batch in batches:
+            batch.run(workspace)
+        assert [num_splits for num_splits, _ in launched] == [8, 4, 1]
+        assert all(buffer is workspace.buffer for _, buffer in launched)
+        launched.clear()
 
 
 def op_arguments(batch) -> tuple:
@@ -727,7 +758,7 @@ def op_arguments(batch) -> tuple:
         *batch.caches,
         *(a[name] for name in names.split()),
         workspace.max_rows,
-        workspace.num_splits,
+        workspace.num_splits[-1],
         workspace.buffer,
         batch.out,
         batch.lse,

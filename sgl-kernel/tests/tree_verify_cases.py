@@ -96,7 +96,7 @@ class Batch:
             floats = planned.max_rows * case.h_q * (case.d_v + 1)  # partial O and LSE
             size = 4 * planned.batch * case.num_splits * floats
             buffer = torch.empty(size, dtype=torch.uint8, device=self.q.device)
-            planned = replace(planned, buffer=buffer, num_splits=case.num_splits)
+            planned = replace(planned, buffer=buffer, num_splits=(case.num_splits,) * planned.batch)
         planned.buffer.fill_(255)  # NaN: its contents must not matter
         return planned
 

@@ -14,15 +14,21 @@ DEBUG = os.environ.get("SGLANG_DDTREE_DEBUG", "0") == "1"
 
 @dataclass(frozen=True)
 class VerifyWorkspace:
-    """What is fixed when a graph is captured: the split count, the bound on tree rows, and the buffer for
-    partial O and LSE. Its contents need no initialization. One workspace serves every layer of a stream in
-    turn; ops that run at the same time on two streams need one each.
+    """What is fixed when a graph is captured: the split count of each batch size, the bound on tree rows, and
+    the buffer for partial O and LSE. Its contents need no initialization. One workspace serves every layer of
+    a stream in turn; ops that run at the same time on two streams need one each.
     """
 
-    buffer: torch.Tensor  # [bytes] uint8
-    num_splits: int  # pieces that each request's KV is cut into, on average
+    buffer: torch.Tensor  # [bytes] uint8, enough for every batch size
+    # [i]: pieces that a request's KV is cut into, on average, in a launch of i + 1 requests. Few requests need
+    # many to occupy the whole card; one plan for the largest batch would leave most of it idle.
+    num_splits: tuple[int, ...]
     max_rows: int  # most tree rows of a request, root included: 1 to 256
-    batch: int  # most requests a launch
+
+    @property
+    def batch(self) -> int:
+        """Most requests a launch."""
+        return len(self.num_splits)
 
 
 def verify_workspace(
@@ -35,7 +41,7 @@ def verify_workspace(
     d_v: int,
     device: torch.device,
 ) -> VerifyWorkspace:
-    """Plans the split-KV launch for a model's shape and allocates its workspace.
+    """Plans the split-KV launches for a model's shape, one a batch size, and allocates their workspace.
 
     Args:
         batch: most requests a launch.
@@ -57,9 +63,12 @@ def verify_workspace(
     if h_kv < 1 or h_q % h_kv:
         raise ValueError(f"h_q: expected a multiple of h_kv = {h_kv}, got {h_q}")
     like = torch.empty(0, device=device)
-    num_splits, size = _ops.ddtree_verify_plan(like, batch, max_rows, h_q, h_kv, d_qk, d_v)
-    buffer = torch.empty(size, dtype=torch.uint8, device=device)
-    return VerifyWorkspace(buffer, num_splits, max_rows, batch)
+    plans = [
+        _ops.ddtree_verify_plan(like, requests, max_rows, h_q, h_kv, d_qk, d_v)
+        for requests in range(1, batch + 1)
+    ]
+    buffer = torch.empty(max(size for _, size in plans), dtype=torch.uint8, device=device)
+    return VerifyWorkspace(buffer, tuple(num_splits for num_splits, _ in plans), max_rows)
 
 
 def verify_gqa(
@@ -128,7 +137,7 @@ def verify_gqa(
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     indices = (qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors)
-    _check(indices, workspace, k_cache, debug)
+    num_splits = _check(indices, workspace, k_cache, debug)
     _ops.ddtree_verify_gqa(
         q,
         k_cache,
@@ -141,7 +150,7 @@ def verify_gqa(
         logit_cap,
         sliding_window,
         workspace.max_rows,
-        workspace.num_splits,
+        num_splits,
         workspace.buffer,
         out,
         lse,
@@ -191,7 +200,7 @@ def verify_mla(
     if out is None:
         out = q.new_empty((*q.shape[:-1], 512))
     indices = (qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors)
-    _check(indices, workspace, kv_cache, debug)
+    num_splits = _check(indices, workspace, kv_cache, debug)
     _ops.ddtree_verify_mla(
         q,
         kv_cache,
@@ -201,7 +210,7 @@ def verify_mla(
         logit_cap,
         sliding_window,
         workspace.max_rows,
-        workspace.num_splits,
+        num_splits,
         workspace.buffer,
         out,
         lse,
@@ -209,17 +218,20 @@ def verify_mla(
     return out
 
 
-def _check(indices, workspace: VerifyWorkspace, cache, debug: bool | None) -> None:
+def _check(indices, workspace: VerifyWorkspace, cache, debug: bool | None) -> int:
+    """The split count of the launch, after the checks that the ops themselves do not make."""
     batch = indices[0].shape[0] - 1
     if batch > workspace.batch:
         raise ValueError(
             f"workspace: expected one for {batch} requests or more, got one for {workspace.batch}"
         )
+    num_splits = workspace.num_splits[batch - 1] if batch > 0 else 1  # no request: the op says what is wrong
     if not (DEBUG if debug is None else debug) or cache.device.type != "cuda":
-        return
+        return num_splits
     if torch.cuda.is_current_stream_capturing():
-        return  # the check waits for the device, which a capture forbids
+        return num_splits  # the check waits for the device, which a capture forbids
     _ops.ddtree_verify_check(*indices, workspace.max_rows, cache.shape[0])
+    return num_splits
 
 
 # Shapes are the ops' own rules (csrc/tree_verify/api.cc); under a fake or meta tensor there is nothing to
