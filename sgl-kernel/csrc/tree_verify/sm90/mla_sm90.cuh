@@ -11,10 +11,10 @@
 // dimensions that are no values; part 1 the other group's value dimensions. A group that is done with P V of its own
 // dimensions frees their part, however late the other group is.
 //
-// Barriers (mbarrier.cuh): full[stage], by the stage's producers; empty[stage][part], by the warps of the group that
-// owns its value dimensions; posted[group], by the group's threads, P is in the mailbox; meeting, by all consumers,
-// before the first tile and after the last. The producers' writes are ordinary ones to the tensor cores' asynchronous
-// reads: each producer thread waits for its copies, fences, then arrives.
+// Barriers (mbarrier.cuh): full[stage][0], by the stage's producers ([1] is spare); empty[stage][part], by the warps of
+// the group that owns its value dimensions; posted[group], by the group's threads, P is in the mailbox; meeting, by all
+// consumers, before the first tile and after the last. The producers' writes are ordinary ones to the tensor cores'
+// asynchronous reads: each producer thread waits for its copies, fences, then arrives.
 #pragma once
 
 #include "../../common/cp_async.cuh"
@@ -35,9 +35,9 @@ struct MlaSm90Block {
   int m0, tiles;
   uint32_t q, stages, mailbox;  // shared-memory addresses
   float* q_unscale;             // [kTileM] kScaleQ: what takes a row's q.k back
-  uint32_t barriers;            // full[2] (16 bytes apart), empty[2][2], posted[2], meeting
-  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + stage * 16; }
-  __device__ __forceinline__ uint32_t empty(int stage, int part) const { return full(stage) + 32 + part * 8; }
+  uint32_t barriers;            // full[2][2], empty[2][2], posted[2], meeting
+  __device__ __forceinline__ uint32_t full(int stage, int part) const { return barriers + stage * 16 + part * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage, int part) const { return full(stage, part) + 32; }
   __device__ __forceinline__ uint32_t posted(int group) const { return barriers + 64 + group * 8; }
   __device__ __forceinline__ uint32_t meeting() const { return barriers + 80; }
   // Barrier of the two consumer groups, the time-th of the block. (bar.sync would do, but for synccheck: it objects to
@@ -92,7 +92,7 @@ __device__ __forceinline__ void mla_sm90_produce(const TreeVerifyParams& p, cons
       slot = load_slot(tile + 2);
       cp_async_wait<0>();
       fence_async_proxy();
-      mbarrier_arrive(block.full(kStage));
+      mbarrier_arrive(block.full(kStage, 0));
     } else {
       // Four lanes convert 64 dimensions of one token, through registers: the stages leave no room for the bytes.
       constexpr int kLoads = 4 * Traits::kBlocks;  // a tile, a thread; kAhead in flight
@@ -122,7 +122,9 @@ __device__ __forceinline__ void mla_sm90_produce(const TreeVerifyParams& p, cons
       for (int i = 0; i < kAhead; ++i) load(i);
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        if (i == 0 || part_of(i) != part_of(i - 1)) mbarrier_wait(block.empty(kStage, part_of(i)), parity ^ 1);
+        if (i == 0 || part_of(i) != part_of(i - 1)) {
+          mbarrier_wait(block.empty(kStage, part_of(i)), parity ^ 1);
+        }
         uint4 lo, hi;
         e4m3x16_to_16bit<typename Traits::Mma>(bytes[i % kAhead], lo, hi);
         if (i + kAhead < kLoads) load(i + kAhead);
@@ -131,9 +133,13 @@ __device__ __forceinline__ void mla_sm90_produce(const TreeVerifyParams& p, cons
         store_shared_16(odd + offset, hi);
       }
       fence_async_proxy();
-      mbarrier_arrive(block.full(kStage));
+      mbarrier_arrive(block.full(kStage, 0));
       slot = load_slot(tile + 2);
     }
+  }
+  if constexpr (!Traits::kFp8) {  // no thread exits with copies in flight
+    cp_async_commit();
+    cp_async_wait<0>();
   }
 }
 
@@ -181,7 +187,7 @@ struct MlaSm90Consumer {
   __device__ __forceinline__ void scores(uint32_t parity) {
     const uint64_t q = wgmma_descriptor(block.q, 16, kSwizzleAtomBytes);
     const uint64_t k = wgmma_descriptor(block.stages + kGroup * Traits::kTileBytes, 16, kSwizzleAtomBytes);
-    mbarrier_wait(block.full(kGroup), parity);
+    mbarrier_wait(block.full(kGroup, 0), parity);
     wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
@@ -321,7 +327,7 @@ struct MlaSm90Consumer {
         start_values(0);
         finish_values(0);
         if (i < pairs) {
-          mbarrier_wait(block.full(1), parity);
+          mbarrier_wait(block.full(1, 0), parity);
           rescale(receive(parity));
           start_values(1);
           finish_values(1);
@@ -333,7 +339,7 @@ struct MlaSm90Consumer {
         const bool masked = is_masked(2 * i + 1);
         const uint32_t row_mask = masked ? lane_mask(2 * i + 1) : 0;
         scores(parity);
-        mbarrier_wait(block.full(0), parity);
+        mbarrier_wait(block.full(0, 0), parity);
         rescale(receive(parity));
         start_values(0);
         const float2 shrink = softmax(masked, row_mask);  // beside the products
@@ -345,7 +351,7 @@ struct MlaSm90Consumer {
         finish_values(1);
       }
       if (odd) {
-        mbarrier_wait(block.full(0), pairs & 1);
+        mbarrier_wait(block.full(0, 0), pairs & 1);
         rescale(receive(pairs & 1));
         start_values(0);
         finish_values(0);
@@ -437,8 +443,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                      base + Traits::kBarrierOffset};
   if (threadIdx.x == 128) {
     for (int i = 0; i < 2; ++i) {
-      mbarrier_init(block.full(i), 64);
-      for (int part = 0; part < 2; ++part) mbarrier_init(block.empty(i, part), 4);
+      for (int part = 0; part < 2; ++part) {
+        mbarrier_init(block.full(i, part), 64);
+        mbarrier_init(block.empty(i, part), 4);
+      }
       mbarrier_init(block.posted(i), 128);
     }
     mbarrier_init(block.meeting(), 256);
