@@ -41,8 +41,8 @@ struct GqaSm90Lanes {
   static constexpr int kPasses = Traits::kTileN > kPassRows ? Traits::kTileN / kPassRows : 1;
 };
 
-// A producer warp copies its tokens of a tile, from `row0` on. Lane i holds the slots of its tokens 32 r + i. kAll: every
-// token exists.
+// A producer warp copies its tokens of a tile, from `row0` on. Lane i holds the slots of its tokens 32 r + i. kAll:
+// every token exists.
 template <typename Traits, bool kAll>
 __device__ __forceinline__ void gqa_sm90_load_tile(const TreeVerifyParams& p, const char* k, const char* v,
                                                    uint32_t stage, int row0,
