@@ -201,6 +201,86 @@ class TestBlockMask(CustomTestCase):
                 self.assertTrue(torch.equal(seen, expected.tril() if causal else expected))
 
 
+class TestFullMask(CustomTestCase):
+    """The mask of the base backend's kernels, where the host does not know yet that requests have passed the context."""
+
+    rows, context = 70, 100
+
+    def setUp(self):
+        from sglang.srt.layers.attention.ddtree_backend import TreeVerifyMixin
+        from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
+
+        class Base:
+            def init_cuda_graph_state(self, max_bs, max_num_tokens):
+                self._verify_mask = maybe_create_verify_mask(
+                    is_draft_runner=False, skip_prefill=False, max_bs=max_bs, num_draft_tokens=TestFullMask.rows,
+                    max_context_len=TestFullMask.context, device="cpu", is_read=True, dtype=torch.uint8,
+                )  # fmt: skip
+
+            def init_forward_metadata(self, forward_batch):
+                pass
+
+            def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+                pass
+
+        generator = torch.Generator().manual_seed(3)
+        self.bits = torch.randint(2, (2 * self.rows, self.rows), generator=generator)
+        place = torch.ones((), dtype=torch.int64) << torch.arange(64)
+        padded = torch.nn.functional.pad(self.bits, (0, 128 - self.rows))
+        self.words = (padded.view(-1, 2, 64) * place).sum(-1)
+        self.backend = type("Backend", (TreeVerifyMixin, Base), {})()
+        runner = SimpleNamespace(
+            device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(3, self.context + 141))
+        )
+        self.backend._install(runner=runner, mode="triton", rows=self.rows)
+
+    def batch(self, prefix_lens):
+        bs = len(prefix_lens)
+        return SimpleNamespace(
+            forward_mode=SimpleNamespace(is_target_verify=lambda: True),
+            spec_info=SimpleNamespace(
+                ancestors=self.words[: bs * self.rows], draft_token_num=self.rows, custom_mask=None
+            ),
+            batch_size=bs,
+            seq_lens=torch.tensor(prefix_lens),
+            req_pool_indices=torch.arange(bs),
+        )
+
+    def check(self, mask, prefix_lens):
+        start = 0
+        for i, prefix in enumerate(prefix_lens):
+            cells = self.rows * (prefix + self.rows)
+            tree = mask[start : start + cells].view(self.rows, -1)[:, prefix:]
+            self.assertTrue(torch.equal(tree.long(), self.bits[i * self.rows : (i + 1) * self.rows]))
+            start += cells
+
+    def test_without_a_graph(self):
+        for prefix_lens in ([7, 31], [self.context + self.rows] * 2):
+            batch = self.batch(prefix_lens)
+            self.backend.init_forward_metadata(batch)
+            self.check(batch.spec_info.custom_mask, prefix_lens)
+
+    def test_in_a_graph(self):
+        self.backend.init_cuda_graph_state(2, 2 * self.rows)
+        for prefix_lens in ([self.context + self.rows] * 2, [7, 31], [5]):
+            self.backend.init_forward_metadata_out_graph(self.batch(prefix_lens))
+            self.check(self.backend._verify_mask.buffer, prefix_lens)
+
+
+class TestPool(CustomTestCase):
+    def test_packed_numbers_are_refused(self):
+        """Their scales lie in buffers of their own."""
+        from sglang.srt.speculative.ddtree.verify import kv_buffers
+
+        def pool(**fields):
+            rows = [torch.zeros(5, 2, 4)] * 2
+            return type("MHATokenToKVPool", (), dict(k_buffer=rows, v_buffer=rows, **fields))()
+
+        self.assertEqual(kv_buffers(pool(is_quantized_kv_cache=False)).table.shape, (4, 3))
+        with self.assertRaisesRegex(ValueError, "^DDTREE: --kv-cache-dtype: .*fp4_mx_block16"):
+            kv_buffers(pool(is_quantized_kv_cache=True, quant_method=SimpleNamespace(name="fp4_mx_block16")))
+
+
 class TestCoverage(CustomTestCase):
     """What the tree ops do not cover is named; then verify falls back to the base backend, or is refused on a CPU."""
 

@@ -2,9 +2,11 @@
 
 import unittest
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from sgl_kernel.ddtree import DraftTrees, build
+from sglang.srt.speculative.ddtree import penalties
 from sglang.srt.speculative.ddtree.penalties import OutputPenalties
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -119,6 +121,12 @@ class TestRowsOfATree(CustomTestCase):
             self.penalties.count(self.pool_rows, emitted, lengths)
             outputs = [o + e[:n].tolist() for o, e, n in zip(outputs, emitted, lengths)]
         self.check_rows(outputs, 24)
+
+    def test_some_requests_at_a_time(self):
+        """As where the logits of all would take too much memory: four and the other two, or one by one."""
+        for at_once in (4 * 24 * VOCABULARY, 1):
+            with self.subTest(at_once), patch.object(penalties, "LOGITS_AT_ONCE", at_once):
+                self.test_several_steps()
 
     def check_sampler(self, info, requests, outputs):
         """What begin() handed the sampler, applied as upstream does: additive first."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import torch
 from sgl_kernel.ddtree import verify_gqa, verify_mla, verify_workspace
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -130,6 +131,17 @@ class TreeVerifyMixin:
         )
         if self.tree_mode == "native":
             self._verify_mask = None  # bs * N * (context + N) bytes that nothing reads
+        else:
+            self._verify_mask = msgspec.structs.replace(self._verify_mask, buffer=self._empty_mask(max_bs))
+
+    def _empty_mask(self, bs: int) -> torch.Tensor:
+        """A full mask for any prefixes.
+
+        Under overlap scheduling a prefix can end past the context, by the last path of a request that the host does not
+        know to have finished; but prefix and tree lie in the request's row of slots.
+        """
+        row_slots = self.tree_runner.req_to_token_pool.req_to_token.shape[1]
+        return torch.ones(bs * self.tree_rows * row_slots, dtype=torch.uint8, device=self.tree_runner.device)
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False):
         if not forward_batch.forward_mode.is_target_verify():
@@ -164,10 +176,7 @@ class TreeVerifyMixin:
             0, (bs + 1) * rows, rows, dtype=torch.int32, device=self.tree_runner.device
         )
         if self.tree_mode != "native":
-            longest = self.tree_runner.model_config.context_len + self.tree_rows
-            spec_info.custom_mask = torch.ones(
-                bs * self.tree_rows * longest, dtype=torch.uint8, device=self.tree_runner.device
-            )
+            spec_info.custom_mask = self._empty_mask(bs)
         super().init_forward_metadata(forward_batch)
         if self.tree_mode != "native":
             self._write_full_mask(spec_info.custom_mask, bs)

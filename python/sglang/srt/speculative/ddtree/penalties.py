@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from sglang.srt.utils.common import async_h2d
+
+# Logits of a tree that are penalized in one go, which takes about five times their float32 size for a moment. All of a
+# large batch's would be gigabytes, which a server with a full KV pool does not have.
+LOGITS_AT_ONCE = 1 << 25
 
 
 @dataclass
@@ -42,6 +46,11 @@ class Options:
         table = async_h2d(values, dtype=torch.float32, device=device)
         prompts = async_h2d([len(req.origin_input_ids) for req in reqs], dtype=torch.int64, device=device)
         return cls(dict(zip(cls.NEUTRAL, table.unsqueeze(-1))), prompts[:, None], *used)
+
+    def of_requests(self, part: slice) -> Options:
+        """The options of some of the requests."""
+        columns = {name: column[part] for name, column in self.columns.items()}
+        return replace(self, columns=columns, prompt_lens=self.prompt_lens[part])
 
 
 class OutputPenalties:
@@ -102,7 +111,8 @@ class OutputPenalties:
             rows, tokens = async_h2d(list(zip(*output)), dtype=torch.int64, device=self._device)
             self._add(pool_rows[rows], tokens, torch.ones(len(output), device=self._device))
         counts = self._counts[pool_rows]
-        additive = self._stops(options, info, batch.seq_lens[:, None].long() - options.prompt_lens)
+        emitted = batch.seq_lens[:, None].long() - options.prompt_lens
+        additive = self._stops(options, info.acc_additive_penalties, emitted)
         info.acc_additive_penalties = torch.zeros_like(counts) if additive is None else additive
         self._subtract(info.acc_additive_penalties, counts, options.columns)
         if options.repetition:
@@ -122,22 +132,39 @@ class OutputPenalties:
         """
         b, rows = trees.tokens.shape
         each = logits.view(b, rows, -1)
+        positions = positions.view(b, rows, 1)
+        stops = sampling_info.acc_additive_penalties
+        at_once = max(1, LOGITS_AT_ONCE // (rows * each.shape[2]))
+        for first in range(0, b, at_once):
+            part = slice(first, first + at_once)
+            self._apply(
+                each[part],
+                options.of_requests(part),
+                None if stops is None else stops[part],
+                pool_rows[part],
+                trees.tokens[part],
+                trees.ancestors[part],
+                positions[part],
+            )
+
+    def _apply(self, each, options: Options, stops, pool_rows, tokens, ancestors, positions) -> None:
+        """apply() for some of the requests: each [b, N, vocabulary], positions [b, N, 1]."""
+        rows = tokens.shape[1]
         columns = {name: column[:, None] for name, column in options.columns.items()}
         if options.frequency or options.presence or options.repetition:
-            node = torch.arange(rows, device=logits.device)
-            on_path = (trees.ancestors[:, :, node // 64] >> (node % 64)) & 1  # [b, row, node]
+            node = torch.arange(rows, device=each.device)
+            on_path = (ancestors[:, :, node // 64] >> (node % 64)) & 1  # [b, row, node]
             counts = self._counts[pool_rows.long()][:, None].repeat(1, rows, 1)
-            tokens = trees.tokens[:, None, 1:].expand(-1, rows, -1)
-            counts.scatter_add_(2, tokens, on_path[:, :, 1:].to(counts.dtype))
+            nodes = tokens[:, None, 1:].expand(-1, rows, -1)
+            counts.scatter_add_(2, nodes, on_path[:, :, 1:].to(counts.dtype))
             self._subtract(each, counts, columns)
             if options.repetition:
                 scale = torch.where(counts > 0, columns["repetition_penalty"], 1.0)
                 each.copy_(torch.where(each < 0, each * scale, each / scale))
         # The token after a row at position p is output number p + 1 - prompt, from 0.
-        emitted = positions.view(b, rows, 1) + 1 - options.prompt_lens[:, None]
-        stops = self._stops(options, sampling_info, emitted)
-        if stops is not None:
-            each.add_(stops)
+        additive = self._stops(options, stops, positions + 1 - options.prompt_lens[:, None])
+        if additive is not None:
+            each.add_(additive)
 
     def count(
         self, pool_rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor | None = None
@@ -163,16 +190,16 @@ class OutputPenalties:
         logits.sub_(columns["presence_penalty"] * (counts > 0))
 
     @staticmethod
-    def _stops(options: Options, sampling_info, emitted: torch.Tensor) -> torch.Tensor | None:
+    def _stops(options: Options, stops: torch.Tensor | None, emitted: torch.Tensor) -> torch.Tensor | None:
         """What is added to the logits so that outputs of fewer than min_new_tokens do not stop.
 
         Args:
+            stops: [b, vocabulary], what upstream's penalizers accumulate: -inf at the stop tokens, since they have seen
+                no token of this family's.
             emitted: [b, 1] or [b, N, 1], output tokens before.
         """
         if not options.minimum:
             return None
-        # Upstream's penalizers have seen no token of this family's: what they accumulate is -inf at the stop tokens.
-        stops = sampling_info.acc_additive_penalties
         wanted = options.columns["min_new_tokens"]
         if emitted.dim() == 3:
             stops, wanted = stops[:, None], wanted[:, None]

@@ -85,9 +85,14 @@ def kv_buffers(pool) -> KVBuffers:
     """The buffers of the target's KV pool, for commit().
 
     Raises:
-        ValueError: a pool whose rows are not one a slot in every layer.
+        ValueError: a pool whose rows are not one a slot in every layer, or that keeps more than them.
     """
     name = type(pool).__name__
+    if getattr(pool, "is_quantized_kv_cache", False):
+        raise ValueError(
+            "DDTREE: --kv-cache-dtype: expected one that stores a number as a number (auto, bfloat16, fp8_e4m3, "
+            f"fp8_e5m2), got {pool.quant_method.name!r}: its scales would not move with the accepted rows."
+        )
     if name == "MHATokenToKVPool":
         return KVBuffers.of([*pool.k_buffer, *pool.v_buffer])
     if name == "MLATokenToKVPool":
