@@ -136,6 +136,23 @@ class TestRefusals(ArgumentsCase):
         ):
             contract.refuse_server_args(Fa3())
 
+    def test_draft_attention_backend_on_cuda(self):
+        """FlashAttention's would take the block for a tree, as K is above 1."""
+        resolved = resolved_view(self.resolve())
+
+        class Cuda:
+            device, attention_backend, speculative_draft_attention_backend = "cuda", "triton", "triton"
+
+            def __getattr__(self, name):
+                return getattr(resolved, name)
+
+        contract.refuse_server_args(Cuda())
+        Cuda.speculative_draft_attention_backend = "fa3"
+        with self.assertRaisesRegex(
+            ValueError, "^DDTREE: --speculative-draft-attention-backend: expected 'triton' on cuda, got 'fa3'"
+        ):
+            contract.refuse_server_args(Cuda())
+
     def test_verify_mode_without_triton(self):
         self.refused("--speculative-ddtree-verify: expected 'native'", speculative_ddtree_verify="validate")
 
@@ -148,6 +165,8 @@ class TestRefusals(ArgumentsCase):
             ("speculative_accept_threshold_acc", 0.9),
             ("speculative_use_rejection_sampling", True),
             ("speculative_token_map", "hot.pt"),
+            ("speculative_num_steps", 5),
+            ("speculative_draft_attention_backend", "triton"),
         ):
             with self.subTest(flag):
                 self.refused(f"--{flag.replace('_', '-')}: expected", **{flag: value})

@@ -20,6 +20,7 @@ DEFAULT_MAX_RUNNING_REQUESTS = 48  # DFLASH's own default in 0.5.23
 CPU_DRAFT_BACKEND = "ddtree"
 VERIFY_MODES = ("native", "triton", "validate")
 BASE_BACKENDS = {"cuda": ("triton",), "cpu": ("torch_native",)}
+DRAFT_BACKENDS = {"cuda": "triton", "cpu": CPU_DRAFT_BACKEND}
 
 
 class DDTreeAlgorithm(CustomSpecAlgo):
@@ -76,9 +77,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         if server_args.device == "cpu":
             # Upstream's overlap scheduling needs device streams.
             server_args.disable_overlap_schedule = True
-            server_args.speculative_draft_attention_backend = CPU_DRAFT_BACKEND
-        elif server_args.speculative_draft_attention_backend is None:
-            server_args.speculative_draft_attention_backend = "triton"
+        server_args.speculative_draft_attention_backend = DRAFT_BACKENDS[server_args.device.split(":")[0]]
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
 
@@ -156,6 +155,12 @@ def refuse_server_args(args) -> None:
             False,
             "the target draws at every row, and no draft probability enters",
         ),
+        (
+            "--speculative-num-steps",
+            args.speculative_num_steps or 1,
+            1,
+            "one pass drafts all depths, as many as --speculative-dflash-block-size says",
+        ),
         ("--speculative-token-map", args.speculative_token_map, None, "drafts are of the whole vocabulary"),
         ("--speculative-adaptive", args.speculative_adaptive, False, "the verify graphs have one width"),
         (
@@ -181,6 +186,13 @@ def refuse_server_args(args) -> None:
                 f"DDTREE: --{flag.replace('_', '-')}: expected one of {list(BASE_BACKENDS[device])} on {device}, got "
                 f"{value!r}: tree verify reads the KV metadata that these build."
             )
+    draft_backend = args.speculative_draft_attention_backend
+    if draft_backend not in (None, DRAFT_BACKENDS[device]):
+        # Others take --speculative-eagle-topk above 1 to mean that the draft block is a tree.
+        raise ValueError(
+            f"DDTREE: --speculative-draft-attention-backend: expected {DRAFT_BACKENDS[device]!r} on {device}, got "
+            f"{draft_backend!r}."
+        )
     if device == "cpu" and args.speculative_ddtree_verify != "native":
         raise ValueError(
             "DDTREE: --speculative-ddtree-verify: expected 'native' on a CPU, where Triton is not, got "
