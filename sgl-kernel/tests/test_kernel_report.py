@@ -122,6 +122,25 @@ def test_launch_shapes_come_from_the_traits():
         assert shared <= limit
 
 
+def test_missing_kernels():
+    """A kernel that was not built for an architecture of the library is named; sm_90a's own are due on sm_90."""
+    shapes = {("gqa", "__half", 0, 128, 16): (128, 0), ("mla_sm90", "__half", 1, 0, 0): (384, 0)}
+    gqa, own, combine = (
+        lambda arch, name=name: Kernel(name, arch) for name in (GQA, MLA_SM90, "combine_kernel")
+    )
+    lacks_own, lacks_gqa = "mla_sm90 __half 1 0 0 sm_90a", "gqa __half 0 128 16 "
+    for built, want in (
+        ([gqa("sm_90"), own("sm_90a"), gqa("sm_120")], []),
+        ([gqa("sm_120")], []),
+        ([gqa("sm_90a"), own("sm_90a")], []),
+        ([gqa("sm_90"), gqa("sm_120")], [lacks_own]),
+        ([gqa("sm_90a")], [lacks_own]),
+        ([own("sm_90a")], [lacks_gqa + "sm_90a"]),
+        ([gqa("sm_90"), own("sm_90a"), combine("sm_120")], [lacks_gqa + "sm_120"]),
+    ):
+        assert kernel_report.missing_kernels(built, shapes) == want
+
+
 def test_short_name():
     name = "void ddtree::gqa_partial_kernel<ddtree::GqaTraits<__half, false, 128, 16> >"
     name += "(ddtree::TreeVerifyParams)"

@@ -4,8 +4,9 @@ for.
  Columns: registers a thread, local-memory instructions (LDL + STL: spills and indexed arrays), shared memory
 a block, tensor-core instructions, threads a block, and theoretical occupancy with what limits it. Exit status
 1 if a hot kernel (the attention and combine kernels) touches local memory more than KNOWN_LOCAL_MEMORY says,
-if an attention kernel has no tensor-core instruction, or if a block wants more shared memory than it may: what
-sm_120 gives (101,376 bytes), or for a kernel that is built for sm_90a alone, what that gives (232,448 bytes).
+if an attention kernel has no tensor-core instruction or is missing for an architecture, or if a block wants more
+shared memory than it may: what sm_120 gives (101,376 bytes), or for a kernel that is built for sm_90a alone, what
+that gives (232,448 bytes).
 
     python tools/kernel_report.py python/sgl_kernel/ddtree/_ddtree_cuda.so [--output report.md]
 
@@ -134,13 +135,34 @@ def launch_shapes() -> dict[tuple, tuple[int, int]]:
     return shapes
 
 
-def shape_of(name: str, shapes: dict) -> tuple[int, int] | None:
+def shape_key(name: str) -> tuple | None:
+    """The key of a partial kernel in launch_shapes()."""
     flag = {"true": 1, "false": 0}
     kinds = {"Gqa": "gqa", "GqaSm90": "gqa_sm90", "Mla": "mla", "MlaSm90": "mla_sm90"}
     if match := re.search(r"(\w+)Traits<(\w+), (true|false)(?:, (\d+), (\d+))?>", name):
         kind, element, fp8, *sizes = match.groups()
-        return shapes[kinds[kind], element, flag[fp8], *(int(size or 0) for size in sizes)]
+        return kinds[kind], element, flag[fp8], *(int(size or 0) for size in sizes)
     return None
+
+
+def shape_of(name: str, shapes: dict) -> tuple[int, int] | None:
+    key = shape_key(name)
+    return None if key is None else shapes[key]
+
+
+def missing_kernels(kernels: list[Kernel], shapes: dict) -> list[str]:
+    """Partial kernels of launch_shapes() that the library lacks: those of sm_90a where it is built for any sm_90,
+    the others on every architecture. At run time each would only show as a slower or a failing launch."""
+    built = {(kernel.arch, shape_key(kernel.name)) for kernel in kernels}
+    architectures = {kernel.arch for kernel in kernels}
+    common = architectures - {"sm_90a"} if "sm_90" in architectures else architectures
+    own = {"sm_90a"} if architectures & {"sm_90", "sm_90a"} else set()
+    return [
+        " ".join(map(str, (*shape, arch)))
+        for shape in shapes
+        for arch in sorted(own if shape[0].endswith("sm90") else common)
+        if (arch, shape) not in built
+    ]
 
 
 def launch_bounds(cubin: bytes) -> dict[str, int]:
@@ -286,9 +308,15 @@ def main() -> int:
             print(
                 f"KNOWN {kernel.name} {kernel.arch}: {kernel.local_memory} local-memory instructions, 0 wanted"
             )
+    missing = missing_kernels(kernels, launch_shapes())
+    for kernel in missing:
+        print(f"MISSING {kernel}")
     hot = sum(bool(HOT.search(k.name)) for k in kernels)
-    print(f"{len(kernels)} kernels x architectures, {hot} of them hot: {len(bad)} with problems")
-    return 1 if bad or not hot else 0
+    print(
+        f"{len(kernels)} kernels x architectures, {hot} of them hot: {len(bad)} with problems, "
+        f"{len(missing)} missing"
+    )
+    return 1 if bad or missing or not hot else 0
 
 
 if __name__ == "__main__":
