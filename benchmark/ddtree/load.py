@@ -1,8 +1,8 @@
 """Mixed load on a real DDTREE server for a given time: does anything crash, leak or answer wrongly?
 
 Short and long prompts, T = 0 and 1, regex and JSON grammars, stop strings, n = 2, logprobs, streams, clients that hang up and
-requests that are aborted, on a KV pool too small for them all. Afterwards a plain server judges each token of every greedy
-answer by one prefill (see bench_server.py), and the load that the server reports must be what it was before.
+requests that are aborted, on a KV pool too small for them all. A plain server beside it judges each token of every greedy
+answer by one prefill (see bench_server.py). Afterwards the load that the server reports must be what it was before.
 
     python benchmark/ddtree/load.py --model DIR --drafter DIR --prompts prompts.json --seconds 540 --output results/load.json
 
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import queue
 import random
 import re
 import subprocess
@@ -23,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 
 import requests
-from servers import closed_loop, device_flags, flags, start
+from servers import device_flags, flags, start
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNING = 16  # requests at once; more wait
@@ -64,14 +66,60 @@ def plan(number: int, prompts: list[list[int]], longest: int) -> dict:
     return dict(kind=kind, prompt=prompt, sampling=sampling, leave_after=draw.randrange(1, 6))
 
 
+class Judge:
+    """Asks a plain server, beside the load, how far each token of a greedy answer is from its own first choice.
+
+    Args:
+        plain: the server that decodes plainly.
+        clients: answers judged at once.
+    """
+
+    def __init__(self, plain, clients: int):
+        self.plain = plain
+        self.gaps = []  # of all tokens of the judged answers
+        self.judged = 0
+        self.wrong = []
+        self._answers = queue.Queue()
+        for _ in range(clients):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def add(self, prompt: tuple, output: tuple) -> None:
+        """Queues an answer."""
+        self._answers.put((list(prompt), list(output)))
+
+    def finish(self, seconds: float) -> int:
+        """Waits, at most `seconds`, for the queued answers; says how many are left unjudged."""
+        deadline = time.monotonic() + seconds
+        while self._answers.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return self._answers.unfinished_tasks
+
+    def report(self) -> dict:
+        """What was found so far."""
+        gaps = sorted(self.gaps, reverse=True)
+        return dict(judged=self.judged, waiting=self._answers.unfinished_tasks, tokens=len(gaps),
+                    tokens_not_first=sum(gap > 0 for gap in gaps), largest_gaps=gaps[:10])  # fmt: skip
+
+    def _work(self):
+        session = requests.Session()
+        while True:
+            prompt, output = self._answers.get()
+            try:
+                self.gaps += self.plain.gaps(prompt, output, session=session)
+                self.judged += 1
+            except Exception as error:
+                self.wrong.append(f"judging: {error!r}"[:300])
+            self._answers.task_done()
+
+
 class Load:
     """Sends plan(0), plan(1), ... from many clients until told to stop, and checks what can be checked at once."""
 
-    def __init__(self, server, prompts, longest, clients):
-        self.server, self.prompts, self.longest = server, prompts, longest
+    def __init__(self, server, judge, prompts, longest, clients):
+        self.server, self.judge, self.prompts, self.longest = server, judge, prompts, longest
         self.done = Counter()
         self.wrong = []
-        self.greedy = {}  # (prompt, output): kind
+        self.greedy = set()  # (prompt, output)
         self.accept = [0, 0]  # tokens but for prefill's, verify steps
         self._number = 0
         self._stop = threading.Event()
@@ -98,7 +146,7 @@ class Load:
                 self._number += 1
             job = plan(number, self.prompts, self.longest)
             try:
-                wrong = self._one(session, f"load-{number}", **job)
+                wrong = self._one(session, f"load-{os.getpid()}-{number}", **job)
             except Exception as error:
                 wrong = repr(error)[:300]
                 if not self.server.alive():
@@ -165,8 +213,12 @@ class Load:
         if kind == "logprob" and len(info["output_token_logprobs"]) != len(output):
             return f"{len(info['output_token_logprobs'])} logprobs for {len(output)} tokens"
         if sampling["temperature"] == 0 and kind not in ("regex", "json"):
+            answer = tuple(prompt), tuple(output)
             with self._lock:
-                self.greedy[tuple(prompt), tuple(output)] = kind
+                new = answer not in self.greedy
+                self.greedy.add(answer)
+            if new:
+                self.judge.add(*answer)
         return None
 
 
@@ -203,9 +255,13 @@ def main() -> int:
     parser.add_argument(
         "--tolerance", type=float, default=0.5, help="largest gap of logits that is a near-tie"
     )
+    parser.add_argument(
+        "--judge-seconds", type=float, default=120, help="to wait for judgements after the load"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--port", type=int, default=12500, help="of the first server")
+    parser.add_argument("--start-seconds", type=float, default=300, help="to wait for the servers")
     parser.add_argument("--commit", help="of this repository; git's by default")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/ddtree-load"))
     parser.add_argument("--output", type=Path, required=True)
@@ -232,7 +288,7 @@ def main() -> int:
     save()
     servers = start(
         args.model, {case: common + flags(case, args.drafter) for case in (args.case, "none")}, args.logs,
-        port=args.port, seconds=300,
+        port=args.port, seconds=args.start_seconds,
     )  # fmt: skip
     if len(servers) < 2:
         save(state="no server")
@@ -240,13 +296,14 @@ def main() -> int:
     tree, plain = servers[args.case], servers["none"]
     tree.generate(prompts[0], sampling_params={"temperature": 0, "max_new_tokens": 40})
     before = idle_load(tree, 20)
-    load, began = Load(tree, prompts, args.longest, args.clients), time.monotonic()
+    judge = Judge(plain, 4)
+    load, began = Load(tree, judge, prompts, args.longest, args.clients), time.monotonic()
 
     def progress(state):
         save(
             state=state, seconds=round(time.monotonic() - began, 1), requests=sum(load.done.values()), kinds=load.done,
             wrong=load.wrong[:50], wrong_count=len(load.wrong), before=before, during=load_of(tree),
-            accept_length=load.accept[0] / max(1, load.accept[1]),
+            accept_length=load.accept[0] / max(1, load.accept[1]), greedy=judge.report(),
         )  # fmt: skip
 
     while time.monotonic() - began < args.seconds and tree.alive():
@@ -261,30 +318,26 @@ def main() -> int:
         return 1
     after = idle_load(tree, 20)
     progress("judging")
-    answers = sorted(load.greedy)
-    gaps = closed_loop(
-        answers, 16, lambda session, job: plain.gaps(list(job[0]), list(job[1]), session=session)
-    )
-    own = closed_loop(
-        answers[:: max(1, len(answers) // 200)], 16,
-        lambda session, job: plain.gaps(
-            list(job[0]),
-            plain.generate(list(job[0]), session=session, sampling_params={"temperature": 0, "max_new_tokens": 160})["output_ids"],
-            session=session,
-        ),
-    )  # fmt: skip
-    flat = sorted((gap for request in gaps for gap in request), reverse=True)
-    far = sum(gap > args.tolerance for gap in flat)
+    unjudged = judge.finish(args.judge_seconds)
+    own = Judge(plain, 16)  # plain decoding's own answers, for comparison
+    for prompt in prompts[:: max(1, len(prompts) // 100)]:
+        answer = plain.generate(prompt, sampling_params={"temperature": 0, "max_new_tokens": 160})
+        own.add(prompt, answer["output_ids"])
+    own.finish(args.judge_seconds)
+    load.wrong += judge.wrong
+    far = sum(gap > args.tolerance for gap in judge.gaps)
     if far:
         load.wrong.append(f"{far} greedy tokens are further than {args.tolerance} from the first choice")
+    if unjudged:
+        load.wrong.append(
+            f"{unjudged} greedy answers were not judged in {args.judge_seconds:.0f} s after the load"
+        )
     if after != before:
         load.wrong.append(f"load before {before}, after {after}")
     metrics = requests.get(f"{tree.url}/metrics", timeout=60).text
     save(
         state="complete", after=after, wrong=load.wrong[:50], wrong_count=len(load.wrong),
-        greedy=dict(answers=len(answers), tokens=len(flat), tokens_not_first=sum(gap > 0 for gap in flat),
-                    largest_gaps=flat[:10],
-                    plain_largest_gaps=sorted((gap for request in own for gap in request), reverse=True)[:10]),
+        greedy=judge.report() | {"plain_decoding": own.report()},
         metrics=[line for line in metrics.splitlines()
                  if line.startswith(("sglang:ddtree", "sglang:num_retracted", "sglang:token_usage"))],
     )  # fmt: skip

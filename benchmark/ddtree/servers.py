@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -61,6 +62,9 @@ class Server:
     """
 
     def __init__(self, model: str, port: int, log: Path, arguments: list[str]):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                raise ValueError(f"port: expected a free one, got {port}, where a server listens")
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)]
