@@ -122,6 +122,21 @@ def test_launch_shapes_come_from_the_traits():
         assert shared <= limit
 
 
+@pytest.mark.parametrize(
+    "arch, counted, want",
+    [
+        ("sm_90", 0, 0),
+        ("sm_90a", 1024, 0),
+        ("sm_120", 1056, 32),
+        ("sm_100f", 5184, 4160),
+        ("sm_75", 1056, 1056),
+    ],
+)
+def test_static_shared(arch, counted, want):
+    """combine_kernel declares 4160 bytes and cuobjdump says 5184; a kernel without shared memory has 0."""
+    assert kernel_report.static_shared(arch, counted) == want
+
+
 def test_missing_kernels():
     """A kernel that was not built for an architecture of the library is named; sm_90a's own are due on sm_90."""
     shapes = {("gqa", "__half", 0, 128, 16): (128, 0), ("mla_sm90", "__half", 1, 0, 0): (384, 0)}
