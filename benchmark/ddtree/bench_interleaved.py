@@ -1,0 +1,113 @@
+"""Which speculation, if any, answers fastest on a host with other work: servers asked in turn, prompt by prompt.
+
+All servers are up; each prompt is put to one after the other, in an order that rotates, so that what else runs on the host
+slows all of them alike. One request at a time.
+
+    python benchmark/ddtree/bench_interleaved.py --model DIR --drafter benchmark/drafter/SmolLM2-135M-DFlash \\
+        --output benchmark/ddtree/results/CPU-DATE.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bench_server import judge
+from servers import flags, start
+
+ROOT = Path(__file__).resolve().parents[2]
+WARM_UP = 16  # tokens
+
+
+def host_name() -> str:
+    """The CPU's model name and how many of it."""
+    import os
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{named[0] if named else platform.processor()}, {os.cpu_count()} cores"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder of the target")
+    parser.add_argument("--drafter", required=True, help="folder of the drafter")
+    parser.add_argument("--prompts", type=Path, default=Path(__file__).with_name("prompts.json"))
+    parser.add_argument(
+        "--cases", nargs="+", default=["none", "DDTREE:4", "DDTREE:8", "DDTREE:16"], help="of servers.flags()"
+    )
+    parser.add_argument("--count", type=int, default=16, help="prompts")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--port", type=int, default=31000)
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/ddtree-bench"))
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+
+    import torch
+
+    common = [
+        "--device", args.device, "--dtype", args.dtype, "--context-length", "2048", "--max-total-tokens", "8192",
+        "--max-running-requests", "4", "--mem-fraction-static", "0.5", "--skip-server-warmup", "--sleep-on-idle",
+        "--log-level", "warning",
+    ]  # fmt: skip
+    servers = start(
+        args.model, {case: common + flags(case, args.drafter) for case in args.cases}, args.logs, port=args.port, seconds=500
+    )  # fmt: skip
+    prompts = json.loads(args.prompts.read_text())[: args.count]
+    seconds = {case: [] for case in servers}
+    answers = {case: [] for case in servers}
+    for server in servers.values():
+        server.generate(prompts[0], sampling_params={"temperature": 0, "max_new_tokens": WARM_UP})
+    order = list(servers)
+    for prompt in prompts:
+        for case in order:
+            began = time.perf_counter()
+            answer = servers[case].generate(
+                prompt, sampling_params={"temperature": 0, "max_new_tokens": args.tokens, "ignore_eos": True}
+            )
+            seconds[case].append(time.perf_counter() - began)
+            answers[case].append(answer)
+        order = order[1:] + order[:1]
+    outputs = {case: [a["output_ids"] for a in given] for case, given in answers.items()}
+    results = []
+    for case, given in answers.items():
+        made = sum(a["meta_info"]["completion_tokens"] for a in given)
+        steps = sum(a["meta_info"].get("spec_verify_ct", 0) for a in given) or made - len(given)
+        # Against plain decoding on the same prompt, one after the other: what drifts on the host is in both.
+        ratios = [a / b for a, b in zip(seconds.get("none", ()), seconds[case])]
+        row = dict(
+            case=case,
+            tokens_per_second=made / sum(seconds[case]),
+            median_ratio_to_none=statistics.median(ratios) if ratios else None,
+            accept_length=(made - len(given)) / steps,
+            step_ms=1000 * sum(seconds[case]) / steps,
+        )
+        if "none" in servers:
+            row["exactness"] = judge(servers["none"], prompts, outputs["none"], outputs[case])
+        results.append(row)
+        print(json.dumps(row), flush=True)
+    commit = subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(
+        json.dumps(
+            dict(
+                host=host_name() if args.device == "cpu" else torch.cuda.get_device_name(), torch=torch.__version__,
+                commit=commit, command=" ".join(sys.argv), dtype=args.dtype, tokens=args.tokens, results=results,
+            ),
+            indent=1,
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
