@@ -67,6 +67,8 @@ CASES = {
     "one KV head": Case(trees=(star(5),), prefix_lens=(99,), h_q=6, h_kv=1),
     "multi-head": Case(trees=(star(5),), prefix_lens=(99,), h_q=3, h_kv=3),
     "group of 3": Case(trees=(chain(11),), prefix_lens=(99,), h_q=9, h_kv=3),
+    "group of 7": Case(trees=(chain(10), star(3)), prefix_lens=(99, 3), h_q=14, h_kv=2, d=128),
+    "group of 71": Case(trees=(star(4),), prefix_lens=(70,), h_q=71, h_kv=1),
     "group of 16": Case(trees=(star(13),), prefix_lens=(1,), h_q=16, h_kv=1, d=128),
     "ragged, one empty": Case(
         trees=(chain(3), (), star(33), chain(1), ()),
@@ -722,6 +724,18 @@ def test_plan(device):
     ):
         with pytest.raises(ValueError, match=message):
             verify_workspace(**dict(shape, **{name: value}))
+
+
+@pytest.mark.skipif(len(CUDA) < 2, reason="needs sm_90, which has kernels of its own")
+def test_switch(monkeypatch):
+    """SGLANG_DDTREE_SM90=0, read at each call, picks the common kernels: two blocks of their 128-row tile share a
+    multiprocessor, which one of sm_90's takes alone, so the plans tell them apart."""
+    planned = []
+    for value in ("1", "0", "1"):
+        monkeypatch.setenv("SGLANG_DDTREE_SM90", value)
+        workspace = verify_workspace(batch=1, max_rows=32, h_q=32, h_kv=8, d_qk=128, d_v=128, device="cuda")
+        planned.append(workspace.num_splits)
+    assert planned[0] == planned[2] != planned[1]
 
 
 def test_launch_is_split_by_its_own_batch_size(monkeypatch):
