@@ -286,6 +286,46 @@ class TestFullMask(CustomTestCase):
             self.check(self.backend._verify_mask.buffer, prefix_lens)
 
 
+class TestSinks(CustomTestCase):
+    def test_in_bfloat16(self):
+        """As gpt-oss keeps them; the op takes float32."""
+        from sglang.srt.layers.attention.ddtree_backend import TorchNativeTreeVerify, chain_ancestors
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        rows, prefix, heads, size = 5, 7, 4, 64
+        generator = torch.Generator().manual_seed(5)
+        q, k, v = (torch.randn(n, h * size, generator=generator) for n, h in ((5, heads), (20, 2), (20, 2)))
+        layer = RadixAttention(heads, size, size**-0.5, num_kv_heads=2, layer_id=0)
+        pool = SimpleNamespace(
+            get_key_buffer=lambda i: k.view(-1, 2, size), get_value_buffer=lambda i: v.view(-1, 2, size)
+        )
+        runner = SimpleNamespace(
+            device="cpu",
+            model=torch.nn.ModuleList([layer]),
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 20)),
+        )
+        backend = TorchNativeTreeVerify()
+        backend._install(runner=runner, mode="native", rows=rows)
+        backend.token_to_kv_pool = pool
+        backend.tree_ancestors = chain_ancestors(rows, True, "cpu")
+        backend.tree_prefix_lens = torch.tensor([prefix], dtype=torch.int32)
+        backend.tree_qo_indptr = torch.tensor([0, rows], dtype=torch.int32)
+        backend.tree_kv_indptr = torch.tensor([0, prefix], dtype=torch.int32)
+        backend.tree_kv_indices = torch.arange(prefix)
+        batch = SimpleNamespace(
+            spec_info=SimpleNamespace(draft_token_num=rows), out_cache_loc=torch.arange(prefix, prefix + rows)
+        )
+        sinks = torch.tensor([0.5, 2.0, -1.0, 4.0], dtype=torch.bfloat16)
+        o = backend._tree_attention(q, layer, batch, sinks=sinks).view(rows, heads, size)
+
+        keys, values = (x.view(-1, 2, size).repeat_interleave(2, 1)[: prefix + rows] for x in (k, v))
+        logits = torch.einsum("thd,shd->ths", q.view(rows, heads, size), keys) * size**-0.5
+        seen = torch.ones(rows, prefix + rows, dtype=torch.bool).tril(prefix)
+        logits = logits.masked_fill(~seen[:, None], -float("inf"))
+        weights = torch.cat([logits, sinks.float()[None, :, None].expand(rows, -1, 1)], -1).softmax(-1)
+        torch.testing.assert_close(o, torch.einsum("ths,shd->thd", weights[..., :-1], values))
+
+
 class TestPool(CustomTestCase):
     def test_packed_numbers_are_refused(self):
         """Their scales lie in buffers of their own."""

@@ -249,6 +249,7 @@ class TreeVerifyMixin:
             o = verify_mla(q, keys, kv_scale=layer.k_scale, **common)
         else:
             values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+            sinks = None if sinks is None else sinks.float()  # gpt-oss keeps them in bfloat16
             o = verify_gqa(
                 q, keys, values, sinks=sinks, k_scale=layer.k_scale, v_scale=layer.v_scale, **common
             )

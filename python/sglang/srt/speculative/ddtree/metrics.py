@@ -31,7 +31,8 @@ class DDTreeMetrics:
         names = tuple(labels)
         self._lengths = Histogram(
             "sglang:ddtree_accept_length",
-            "Output tokens of one verify step and request: accepted nodes and the bonus token.",
+            "Output tokens of one verify step and request: accepted nodes and the bonus token. Under overlap scheduling "
+            "the step that is under way when a request ends is counted too.",
             names,
             buckets=[float(length) for length in range(1, depth + 1)],
         ).labels(**labels)
@@ -70,7 +71,7 @@ class DDTreeMetrics:
 
 
 class Difference:
-    """The largest difference that a validating verify found, where and in whose request."""
+    """The largest difference that a validating verify found: its layer, and the last request of its pool row."""
 
     def __init__(self, table: torch.Tensor, requests: dict[int, str]):
         """From a backend's tree_difference, [layers, request pool], on the host; `requests` names pool rows."""
