@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import get_spec, publish
+from sglang.srt.runtime_context import get_parallel, get_spec, publish
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.speculative.ddtree import contract
 from sglang.srt.speculative.dflash_utils import validate_dflash_request
@@ -286,44 +286,98 @@ class TestFullMask(CustomTestCase):
             self.check(self.backend._verify_mask.buffer, prefix_lens)
 
 
-class TestSinks(CustomTestCase):
-    def test_in_bfloat16(self):
-        """As gpt-oss keeps them; the op takes float32."""
-        from sglang.srt.layers.attention.ddtree_backend import TorchNativeTreeVerify, chain_ancestors
-        from sglang.srt.layers.radix_attention import RadixAttention
+class TestTreeAttention(CustomTestCase):
+    """What the backend hands the ops, on a CPU: GQA of 4 heads over 2, or MLA of 2."""
 
-        rows, prefix, heads, size = 5, 7, 4, 64
-        generator = torch.Generator().manual_seed(5)
-        q, k, v = (torch.randn(n, h * size, generator=generator) for n, h in ((5, heads), (20, 2), (20, 2)))
-        layer = RadixAttention(heads, size, size**-0.5, num_kv_heads=2, layer_id=0)
-        pool = SimpleNamespace(
-            get_key_buffer=lambda i: k.view(-1, 2, size), get_value_buffer=lambda i: v.view(-1, 2, size)
+    rows, prefix = 5, 7
+
+    def check(self, *, mla=False, sinks=None, store=torch.float32, scales=None):
+        """Writes the rows' KV and attends to it, as a layer does; against softmax attention.
+
+        Args:
+            store: dtype of the KV cache.
+            scales: of K and V, as an FP8 checkpoint's layer has them.
+        """
+        from sglang.srt.layers.attention.ddtree_backend import (
+            TorchNativeTreeVerify,
+            chain_ancestors,
+            not_covered,
         )
+        from sglang.srt.layers.radix_attention import RadixAttention
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+        heads, kv_heads, d_qk, d_v = (2, 1, 576, 512) if mla else (4, 2, 64, 64)
+        end = self.prefix + self.rows
+        common = dict(
+            size=end, page_size=1, dtype=store, layer_num=1, device="cpu", enable_memory_saver=False
+        )
+        pool = (
+            MLATokenToKVPool(**common, kv_lora_rank=512, qk_rope_head_dim=64)
+            if mla
+            else MHATokenToKVPool(**common, head_num=kv_heads, head_dim=d_qk)
+        )
+        layer = RadixAttention(heads, d_qk, d_qk**-0.5, num_kv_heads=kv_heads, layer_id=0, v_head_dim=d_v)
+        if scales is not None:
+            layer.k_scale, layer.v_scale = (torch.tensor(scale) for scale in scales)
+            layer.k_scale_float, layer.v_scale_float = scales
+        generator = torch.Generator().manual_seed(5)
+        q, k, v = (
+            torch.randn(n, h, d, generator=generator)
+            for n, h, d in ((self.rows, heads, d_qk), (end, kv_heads, d_qk), (end, kv_heads, d_v))
+        )
+        if mla:
+            v = k[..., :d_v]
         runner = SimpleNamespace(
             device="cpu",
             model=torch.nn.ModuleList([layer]),
-            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 20)),
+            dtype=torch.float32,
+            kv_cache_dtype=store,
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, end)),
         )
+        self.assertEqual(not_covered(runner), [])
         backend = TorchNativeTreeVerify()
-        backend._install(runner=runner, mode="native", rows=rows)
+        backend._install(runner=runner, mode="native", rows=self.rows)
         backend.token_to_kv_pool = pool
-        backend.tree_ancestors = chain_ancestors(rows, True, "cpu")
-        backend.tree_prefix_lens = torch.tensor([prefix], dtype=torch.int32)
-        backend.tree_qo_indptr = torch.tensor([0, rows], dtype=torch.int32)
-        backend.tree_kv_indptr = torch.tensor([0, prefix], dtype=torch.int32)
-        backend.tree_kv_indices = torch.arange(prefix)
-        batch = SimpleNamespace(
-            spec_info=SimpleNamespace(draft_token_num=rows), out_cache_loc=torch.arange(prefix, prefix + rows)
-        )
-        sinks = torch.tensor([0.5, 2.0, -1.0, 4.0], dtype=torch.bfloat16)
-        o = backend._tree_attention(q, layer, batch, sinks=sinks).view(rows, heads, size)
+        backend.tree_ancestors = chain_ancestors(self.rows, True, "cpu")
+        backend.tree_prefix_lens = torch.tensor([self.prefix], dtype=torch.int32)
+        backend.tree_qo_indptr = torch.tensor([0, self.rows], dtype=torch.int32)
+        backend.tree_kv_indptr = torch.tensor([0, self.prefix], dtype=torch.int32)
+        backend.tree_kv_indices = torch.arange(self.prefix)
+        batch = SimpleNamespace(spec_info=SimpleNamespace(draft_token_num=self.rows))
+        for slots in (torch.arange(self.prefix), torch.arange(self.prefix, end)):  # the rows' own last
+            batch.out_cache_loc = slots
+            with get_parallel().override(dcp_enabled=False):
+                backend._write_kv(k[slots].clone(), v[slots].clone(), layer, batch)
+        options = {} if sinks is None else dict(sinks=sinks)
+        o = backend._tree_attention(q, layer, batch, **options).view(self.rows, heads, d_v)
 
-        keys, values = (x.view(-1, 2, size).repeat_interleave(2, 1)[: prefix + rows] for x in (k, v))
-        logits = torch.einsum("thd,shd->ths", q.view(rows, heads, size), keys) * size**-0.5
-        seen = torch.ones(rows, prefix + rows, dtype=torch.bool).tril(prefix)
+        group = heads // kv_heads
+        keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+        logits = torch.einsum("thd,shd->ths", q, keys) * d_qk**-0.5
+        seen = torch.ones(self.rows, end, dtype=torch.bool).tril(self.prefix)
         logits = logits.masked_fill(~seen[:, None], -float("inf"))
-        weights = torch.cat([logits, sinks.float()[None, :, None].expand(rows, -1, 1)], -1).softmax(-1)
-        torch.testing.assert_close(o, torch.einsum("ths,shd->thd", weights[..., :-1], values))
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.float()[None, :, None].expand(self.rows, -1, 1)], -1)
+        expected = torch.einsum("ths,shd->thd", logits.softmax(-1)[..., :end], values)
+        # float8 has three bits of mantissa: 6% of a number at most, the errors of K and V averaged by the softmax
+        tolerance = dict(atol=0.15, rtol=0) if store == torch.float8_e4m3fn else dict(atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(o, expected, **tolerance)
+
+    def test_plain(self):
+        for mla in (False, True):
+            self.check(mla=mla)
+
+    def test_sinks_in_bfloat16(self):
+        """As gpt-oss keeps them; the op takes float32."""
+        self.check(sinks=torch.tensor([0.5, 2.0, -1.0, 4.0], dtype=torch.bfloat16))
+
+    def test_scales_of_an_fp8_checkpoint(self):
+        """Of 1, whether or not the cache is in float8; others only where the pool divides by them."""
+        for mla in (False, True):
+            for store in (torch.float32, torch.float8_e4m3fn):
+                with self.subTest(mla=mla, store=store):
+                    self.check(mla=mla, store=store, scales=(1.0, 1.0))
+        self.check(store=torch.float8_e4m3fn, scales=(0.5, 0.25))
 
 
 class TestPool(CustomTestCase):
@@ -344,20 +398,35 @@ class TestCoverage(CustomTestCase):
     """What the tree ops do not cover is named; then verify falls back to the base backend, or is refused on a CPU."""
 
     def reasons(
-        self, *, shape=(9, 3, 64, 64), kv=torch.bfloat16, device="cuda", dtype=torch.bfloat16, xai=-1
+        self,
+        *,
+        shape=(9, 3, 64, 64),
+        kv=torch.bfloat16,
+        device="cuda",
+        dtype=torch.bfloat16,
+        xai=-1,
+        scale=None,
     ):
         from sglang.srt.layers.attention import ddtree_backend
 
         layer = SimpleNamespace(
             **dict(zip(("tp_q_head_num", "tp_k_head_num", "qk_head_dim", "v_head_dim"), shape)),
             xai_temperature_len=xai,
+            k_scale_float=scale,
+            v_scale_float=scale,
         )
         runner = SimpleNamespace(model=None, device=device, dtype=dtype, kv_cache_dtype=kv)
         with patch.object(ddtree_backend, "verify_layers", lambda model: [layer]):
             return ddtree_backend.not_covered(runner)
 
     def test_covered(self):
-        for options in ({}, {"shape": (16, 1, 576, 512)}, {"kv": torch.float8_e4m3fn}):
+        for options in (
+            {},
+            {"shape": (16, 1, 576, 512)},
+            {"kv": torch.float8_e4m3fn},
+            {"scale": 1.0},
+            {"kv": torch.float8_e4m3fn, "scale": 0.5},
+        ):
             self.assertEqual(self.reasons(**options), [])
         self.assertEqual(self.reasons(device="cpu", dtype=torch.float32, kv=torch.float32), [])
 
@@ -368,6 +437,8 @@ class TestCoverage(CustomTestCase):
             ({"kv": torch.float8_e5m2}, "float8_e5m2"),
             ({"dtype": torch.float32, "kv": torch.float32}, "queries in torch.float32"),
             ({"xai": 1024}, "temperature"),
+            ({"scale": 0.5}, "scales of K and V"),
+            ({"scale": 0.5, "kv": torch.float8_e4m3fn, "shape": (16, 1, 576, 512)}, "scales of K and V"),
         ):
             with self.subTest(text):
                 (reason,) = self.reasons(**options)

@@ -56,7 +56,24 @@ def not_covered(runner) -> list[str]:
         reasons.append(f"queries in {runner.dtype}")
     if runner.kv_cache_dtype not in (runner.dtype, torch.float8_e4m3fn):
         reasons.append(f"a KV cache in {runner.kv_cache_dtype}")
+    if any(is_scaled(layer) and not takes_scales(layer, runner.kv_cache_dtype) for layer in layers):
+        reasons.append(
+            f"scales of K and V other than 1 with this attention and a KV cache in {runner.kv_cache_dtype}"
+        )
     return reasons
+
+
+def is_scaled(layer) -> bool:
+    """Whether a checkpoint's K and V are to be stored divided by scales other than 1.
+
+    FP8 checkpoints give each layer scales, 1 unless they hold others, whatever the KV cache's dtype is.
+    """
+    return any(scale not in (None, 1.0) for scale in (layer.k_scale_float, layer.v_scale_float))
+
+
+def takes_scales(layer, cache_dtype: torch.dtype) -> bool:
+    """Whether pool and op store and read a layer's KV by its scales: MHA in float8. Else they are left out."""
+    return cache_dtype == torch.float8_e4m3fn and layer_shape(layer)[1:] != MLA_SHAPE
 
 
 def verify_layers(model) -> list[RadixAttention]:
@@ -215,7 +232,7 @@ class TreeVerifyMixin:
 
     def _write_kv(self, k, v, layer, forward_batch) -> None:
         location = KVWriteLoc(forward_batch.out_cache_loc, self._swa_location(), physical=True)
-        scaled = layer.k_scale is not None or layer.v_scale is not None  # the MLA pool takes no scales
+        scaled = takes_scales(layer, self.token_to_kv_pool.dtype)
         scales = (layer.k_scale, layer.v_scale) if scaled else ()
         self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, *scales)
 
@@ -246,13 +263,13 @@ class TreeVerifyMixin:
         )
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         if shape[1:] == MLA_SHAPE:
-            o = verify_mla(q, keys, kv_scale=layer.k_scale, **common)
+            o = verify_mla(q, keys, **common)
         else:
             values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
             sinks = None if sinks is None else sinks.float()  # gpt-oss keeps them in bfloat16
-            o = verify_gqa(
-                q, keys, values, sinks=sinks, k_scale=layer.k_scale, v_scale=layer.v_scale, **common
-            )
+            scaled = takes_scales(layer, keys.dtype)
+            scales = dict(k_scale=layer.k_scale, v_scale=layer.v_scale) if scaled else {}
+            o = verify_gqa(q, keys, values, sinks=sinks, **scales, **common)
         return o.view(q.shape[0], -1)
 
     def _block_ancestors(self, layer, rows: int, total: int) -> torch.Tensor:
