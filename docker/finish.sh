@@ -5,6 +5,7 @@ set -eu
 share=/usr/share/sglang
 tools=/build/opt/tools/lib/python3.11/site-packages
 mkdir -p "$share/sbom"
+export HOME=/tmp/finish XDG_CACHE_HOME=/tmp/finish # syft keeps a cache
 PYTHONPATH=/build/src /usr/bin/python3 -m tools.image.info "$@" >"$share/build.json"
 
 sbom() { # name, cataloger, further options
@@ -19,3 +20,4 @@ sbom() { # name, cataloger, further options
 }
 sbom python python-installed-package-cataloger
 sbom debian dpkg-db-cataloger --exclude './opt/**'
+rm -rf /tmp/finish /root/.cache
