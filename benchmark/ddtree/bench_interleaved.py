@@ -9,7 +9,6 @@ slows all of them alike. One request at a time.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 
 from bench_server import judge
-from servers import flags, start
+from servers import flags, measurement_parser, start
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 16  # tokens
@@ -35,22 +34,14 @@ def host_name() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = measurement_parser(
+        __doc__, port=31000, prompts=Path(__file__).with_name("prompts.json"), device="cpu", start_seconds=500
     )
-    parser.add_argument("--model", required=True, help="folder of the target")
-    parser.add_argument("--drafter", required=True, help="folder of the drafter")
-    parser.add_argument("--prompts", type=Path, default=Path(__file__).with_name("prompts.json"))
     parser.add_argument(
         "--cases", nargs="+", default=["none", "DDTREE:4", "DDTREE:8", "DDTREE:16"], help="of servers.flags()"
     )
     parser.add_argument("--count", type=int, default=16, help="prompts")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--port", type=int, default=31000)
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/ddtree-bench"))
-    parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
 
     import torch
@@ -61,7 +52,8 @@ def main() -> None:
         "--log-level", "warning",
     ]  # fmt: skip
     servers = start(
-        args.model, {case: common + flags(case, args.drafter) for case in args.cases}, args.logs, port=args.port, seconds=500
+        args.model, {case: common + flags(case, args.drafter) for case in args.cases}, args.logs, port=args.port,
+        seconds=args.start_seconds,
     )  # fmt: skip
     prompts = json.loads(args.prompts.read_text())[: args.count]
     seconds = {case: [] for case in servers}
@@ -96,7 +88,9 @@ def main() -> None:
             row["exactness"] = judge(servers["none"], prompts, outputs["none"], outputs[case])
         results.append(row)
         print(json.dumps(row), flush=True)
-    commit = subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip()
+    commit = (
+        args.commit or subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip()
+    )
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(
         json.dumps(

@@ -13,14 +13,13 @@ shape of the batch; plain decoding's own answers are judged in the same way for 
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from servers import closed_loop, device_flags, flags, start
+from servers import closed_loop, device_flags, flags, measurement_parser, start
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = [
@@ -108,12 +107,7 @@ def judge(plain, prompts, expected, outputs) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True, help="folder of the target")
-    parser.add_argument("--drafter", required=True, help="folder of the drafter")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON, token ids of prompts")
+    parser = measurement_parser(__doc__, port=12000)
     parser.add_argument(
         "--cases", nargs="+", default=CASES, help="ALGORITHM[:N][:FLAG[=VALUE]]...; default: %(default)s"
     )
@@ -123,15 +117,6 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=200, help="of each answer, at most")
     parser.add_argument("--judge", nargs="*", default=None, help="cases to compare with plain decoding (all)")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--port", type=int, default=12000, help="of the first server")
-    parser.add_argument("--start-seconds", type=float, default=240, help="to wait for the servers")
-    parser.add_argument("--commit", help="of this repository; git's by default")
-    parser.add_argument(
-        "--logs", type=Path, default=Path("/tmp/ddtree-bench"), help="folder for the servers' logs"
-    )
-    parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     if len(args.batches) != len(args.counts):
         parser.error(f"--counts: expected one a batch size, {len(args.batches)}, got {len(args.counts)}")

@@ -11,7 +11,6 @@ Writes its progress into the output every ten seconds. Exits with 1 when somethi
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import queue
@@ -25,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 
 import requests
-from servers import device_flags, flags, start
+from servers import device_flags, flags, measurement_parser, start
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNING = 16  # requests at once; more wait
@@ -241,12 +240,8 @@ def idle_load(server, seconds: float) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True, help="folder of the target")
-    parser.add_argument("--drafter", required=True, help="folder of the drafter")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON, token ids of prompts")
+    parser = measurement_parser(__doc__, port=12500, start_seconds=300)
+    parser.set_defaults(logs=Path("/tmp/ddtree-load"))
     parser.add_argument("--case", default="DDTREE:32", help="as in bench_server.py")
     parser.add_argument("--seconds", type=float, default=540, help="of load")
     parser.add_argument("--clients", type=int, default=32)
@@ -258,13 +253,6 @@ def main() -> int:
     parser.add_argument(
         "--judge-seconds", type=float, default=120, help="to wait for judgements after the load"
     )
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--port", type=int, default=12500, help="of the first server")
-    parser.add_argument("--start-seconds", type=float, default=300, help="to wait for the servers")
-    parser.add_argument("--commit", help="of this repository; git's by default")
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/ddtree-load"))
-    parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
 
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import os
 import signal
@@ -13,6 +14,43 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import requests
+
+
+def measurement_parser(
+    description: str,
+    *,
+    port: int,
+    prompts: Path | None = None,
+    device: str = "cuda",
+    start_seconds: float = 240,
+) -> argparse.ArgumentParser:
+    """What all measurements with real servers take; a script adds its own.
+
+    Args:
+        description: of the script.
+        port: default, of the first server.
+        prompts: default; None: must be given.
+        device: default.
+        start_seconds: default time to wait for the servers.
+    """
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--model", required=True, help="folder of the target")
+    result.add_argument("--drafter", required=True, help="folder of the drafter")
+    result.add_argument(
+        "--prompts", type=Path, default=prompts, required=prompts is None, help="JSON, token ids of prompts"
+    )
+    result.add_argument("--dtype", default="bfloat16")
+    result.add_argument("--device", default=device)
+    result.add_argument("--port", type=int, default=port, help="of the first server")
+    result.add_argument("--start-seconds", type=float, default=start_seconds, help="to wait for the servers")
+    result.add_argument("--commit", help="of this repository; git's by default")
+    result.add_argument(
+        "--logs", type=Path, default=Path("/tmp/ddtree-bench"), help="folder for the servers' logs"
+    )
+    result.add_argument("--output", type=Path, required=True)
+    return result
 
 
 def flags(case: str, drafter: str) -> list[str]:
