@@ -24,10 +24,12 @@ from collections import Counter
 from pathlib import Path
 
 import requests
-from servers import device_flags, flags, measurement_parser, start
+from servers import closed_loop, device_flags, flags, measurement_parser, start
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNING = 16  # requests at once; more wait
+JUDGED = 16  # answers judged at once, so that judging keeps up with the load
+KEPT = 12  # answers whose tokens are kept, those with the largest gaps
 REGEX = r"\[[01](,[01]){3,12}\]"
 SCHEMA = {
     "type": "object",
@@ -76,15 +78,17 @@ class Judge:
     def __init__(self, plain, clients: int):
         self.plain = plain
         self.gaps = []  # of all tokens of the judged answers
+        self.furthest = []  # (gap, number of the request, output up to that token)
         self.judged = 0
         self.wrong = []
+        self._lock = threading.Lock()
         self._answers = queue.Queue()
         for _ in range(clients):
             threading.Thread(target=self._work, daemon=True).start()
 
-    def add(self, prompt: tuple, output: tuple) -> None:
-        """Queues an answer."""
-        self._answers.put((list(prompt), list(output)))
+    def add(self, number: int, prompt: tuple, output: tuple) -> None:
+        """Queues an answer to request `number`."""
+        self._answers.put((number, list(prompt), list(output)))
 
     def finish(self, seconds: float) -> int:
         """Waits, at most `seconds`, for the queued answers; says how many are left unjudged."""
@@ -95,17 +99,23 @@ class Judge:
 
     def report(self) -> dict:
         """What was found so far."""
-        gaps = sorted(self.gaps, reverse=True)
-        return dict(judged=self.judged, waiting=self._answers.unfinished_tasks, tokens=len(gaps),
-                    tokens_not_first=sum(gap > 0 for gap in gaps), largest_gaps=gaps[:10])  # fmt: skip
+        with self._lock:
+            gaps = sorted(self.gaps, reverse=True)
+        return dict(judged=self.judged, waiting=self._answers.unfinished_tasks, errors=len(self.wrong), tokens=len(gaps),
+                    tokens_not_first=sum(gap > 0 for gap in gaps), largest_gaps=gaps[:10],
+                    tokens_above={str(bound): sum(gap > bound for gap in gaps) for bound in (0.125, 0.25, 0.5)})  # fmt: skip
 
     def _work(self):
         session = requests.Session()
         while True:
-            prompt, output = self._answers.get()
+            number, prompt, output = self._answers.get()
             try:
-                self.gaps += self.plain.gaps(prompt, output, session=session)
-                self.judged += 1
+                gaps = self.plain.gaps(prompt, output, session=session)
+                with self._lock:
+                    self.gaps += gaps
+                    self.judged += 1
+                    at = max(range(len(gaps)), key=gaps.__getitem__)
+                    self.furthest = sorted([*self.furthest, (gaps[at], number, output[: at + 1])])[-KEPT:]
             except Exception as error:
                 self.wrong.append(f"judging: {error!r}"[:300])
             self._answers.task_done()
@@ -145,7 +155,7 @@ class Load:
                 self._number += 1
             job = plan(number, self.prompts, self.longest)
             try:
-                wrong = self._one(session, f"load-{os.getpid()}-{number}", **job)
+                wrong = self._one(session, number, **job)
             except Exception as error:
                 wrong = repr(error)[:300]
                 if not self.server.alive():
@@ -155,11 +165,12 @@ class Load:
                 if wrong:
                     self.wrong.append(f"request {number}, {job['kind']}: {wrong}")
 
-    def _one(self, session, rid, *, kind, prompt, sampling, leave_after) -> str | None:
+    def _one(self, session, number, *, kind, prompt, sampling, leave_after) -> str | None:
         """Sends one request; says what was wrong with the answer."""
+        rid = f"load-{os.getpid()}-{number}"
         body = {"sampling_params": sampling, "rid": rid}
         if kind in ("stream", "hang_up"):
-            return self._stream(session, prompt, body, leave_after if kind == "hang_up" else None)
+            return self._stream(session, number, prompt, body, leave_after if kind == "hang_up" else None)
         if kind == "abort":
             url = f"{self.server.url}/abort_request"
             threading.Timer(
@@ -178,9 +189,9 @@ class Load:
         answer = self.server.generate(prompt, session=session, **body)
         if kind == "n":
             return None if len(answer) == 2 else f"{len(answer)} answers"
-        return self._check(kind, prompt, sampling, answer)
+        return self._check(kind, number, prompt, sampling, answer)
 
-    def _stream(self, session, prompt, body, leave_after) -> str | None:
+    def _stream(self, session, number, prompt, body, leave_after) -> str | None:
         last, chunks = None, 0
         body = {"input_ids": prompt, "stream": True} | body
         with session.post(f"{self.server.url}/generate", json=body, stream=True, timeout=600) as answer:
@@ -191,9 +202,9 @@ class Load:
                         return None
         if last is None or "error" in last:
             return f"stream: {answer.status_code} {last}"
-        return self._check("stream", prompt, body["sampling_params"], last)
+        return self._check("stream", number, prompt, body["sampling_params"], last)
 
-    def _check(self, kind, prompt, sampling, answer) -> str | None:
+    def _check(self, kind, number, prompt, sampling, answer) -> str | None:
         info, output, text = answer["meta_info"], answer["output_ids"], answer["text"]
         reason = (info["finish_reason"] or {}).get("type")
         with self._lock:
@@ -217,7 +228,7 @@ class Load:
                 new = answer not in self.greedy
                 self.greedy.add(answer)
             if new:
-                self.judge.add(*answer)
+                self.judge.add(number, *answer)
         return None
 
 
@@ -260,8 +271,11 @@ def main() -> int:
     commit = (
         args.commit or subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip()
     )
-    common = [*device_flags(args.device, RUNNING), "--dtype", args.dtype, "--context-length", str(args.longest + 512),
-              "--max-total-tokens", str(args.pool), "--chunked-prefill-size", "1024", "--enable-metrics"]  # fmt: skip
+    common = ["--dtype", args.dtype, "--context-length", str(args.longest + 512), "--enable-metrics"]
+    loaded = [*common, *device_flags(args.device, RUNNING), "--max-total-tokens", str(args.pool),
+              "--chunked-prefill-size", "1024", *flags(args.case, args.drafter)]  # fmt: skip
+    judging = [*common, *device_flags(args.device, JUDGED)]
+    judging += ["--max-total-tokens", str(JUDGED * (args.longest + 512))]
     prompts = json.loads(args.prompts.read_text())
     result = dict(
         gpu=torch.cuda.get_device_name() if args.device == "cuda" else "CPU", torch=torch.__version__, commit=commit,
@@ -275,16 +289,19 @@ def main() -> int:
 
     save()
     servers = start(
-        args.model, {case: common + flags(case, args.drafter) for case in (args.case, "none")}, args.logs,
-        port=args.port, seconds=args.start_seconds,
-    )  # fmt: skip
+        args.model,
+        {args.case: loaded, "none": judging},
+        args.logs,
+        port=args.port,
+        seconds=args.start_seconds,
+    )
     if len(servers) < 2:
         save(state="no server")
         return 1
     tree, plain = servers[args.case], servers["none"]
     tree.generate(prompts[0], sampling_params={"temperature": 0, "max_new_tokens": 40})
     before = idle_load(tree, 20)
-    judge = Judge(plain, 4)
+    judge = Judge(plain, JUDGED)
     load, began = Load(tree, judge, prompts, args.longest, args.clients), time.monotonic()
 
     def progress(state):
@@ -307,10 +324,17 @@ def main() -> int:
     after = idle_load(tree, 20)
     progress("judging")
     unjudged = judge.finish(args.judge_seconds)
-    own = Judge(plain, 16)  # plain decoding's own answers, for comparison
-    for prompt in prompts[:: max(1, len(prompts) // 100)]:
-        answer = plain.generate(prompt, sampling_params={"temperature": 0, "max_new_tokens": 160})
-        own.add(prompt, answer["output_ids"])
+    progress("judged")
+
+    def answer(session, prompt):
+        return plain.generate(
+            prompt, session=session, sampling_params={"temperature": 0, "max_new_tokens": 160}
+        )
+
+    own = Judge(plain, JUDGED)  # plain decoding's own answers, for comparison
+    asked = prompts[:: max(1, len(prompts) // 100)]
+    for prompt, answered in zip(asked, closed_loop(asked, JUDGED, answer)):
+        own.add(-1, prompt, answered["output_ids"])
     own.finish(args.judge_seconds)
     load.wrong += judge.wrong
     far = sum(gap > args.tolerance for gap in judge.gaps)
@@ -326,6 +350,7 @@ def main() -> int:
     save(
         state="complete", after=after, wrong=load.wrong[:50], wrong_count=len(load.wrong),
         greedy=judge.report() | {"plain_decoding": own.report()},
+        furthest=[dict(gap=gap, request=number, output=output) for gap, number, output in reversed(judge.furthest)],
         metrics=[line for line in metrics.splitlines()
                  if line.startswith(("sglang:ddtree", "sglang:num_retracted", "sglang:token_usage"))],
     )  # fmt: skip
