@@ -1,5 +1,6 @@
 """DDTREE emits what plain decoding emits: the same tokens when greedy, the same distribution when sampling."""
 
+import re
 import tempfile
 import unittest
 from pathlib import Path
@@ -201,6 +202,41 @@ def stopped(host):
 
 
 class TestFeatures(DDTreeCase):
+def stop_options(output):
+    """Ways to end a request at or soon after each token of its greedy output, alone and against each other."""
+    symbols = [SYMBOLS[token] for token in output]
+    found = [dict(max_new_tokens=length) for length in range(1, 12)]
+    for i in range(len(output) - 4):
+        token, first, later = output[i], "".join(symbols[i : i + 2]), "".join(symbols[i + 2 : i + 4])
+        found += [
+            dict(stop=first + later),
+            dict(stop=[later, first], no_stop_trim=True),
+            dict(stop=[first + later], max_new_tokens=i + 3),
+            dict(stop=first, min_new_tokens=i + 5),
+            dict(stop_regex=[re.escape(later), re.escape(first) + "$"]),
+            dict(stop_regex=re.escape(first) + ".", stop=later),
+            dict(stop=symbols[i + 1] + later, stop_token_ids=[token]),
+            dict(stop=symbols[i] + symbols[i + 1], stop_token_ids=[token], ignore_eos=True),
+            dict(stop_token_ids=[token, output[i + 1]], max_new_tokens=i + 1),
+            dict(stop_token_ids=[token], min_new_tokens=i + 3),
+        ]
+    return found
+
+
+def stops(host):
+    """Of each way to stop a greedy answer: the tokens through the stop, and the finish reason. And how many stopped
+    before their last step's last token.
+    """
+    common = dict(temperature=0, max_new_tokens=24)
+    (free,) = host.generate([PROMPTS[1]], ignore_eos=True, **common)
+    ways = stop_options(free.output_ids[:24])
+    requests = host.finish([host.submit(PROMPTS[1], **common | options) for options in ways])
+    outputs = [list(request.output_ids_through_stop) for request in requests]
+    reasons = [request.finished_reason.to_json() for request in requests]
+    inside = sum(len(request.output_ids) > len(output) for request, output in zip(requests, outputs))
+    return list(zip(ways, outputs, reasons)), inside
+
+
     arguments = {"speculative_num_draft_tokens": 32}
 
     def both(self, job, *args):
@@ -223,6 +259,15 @@ class TestFeatures(DDTreeCase):
         self.assertEqual(tree, plain)
 
     def test_grammar(self):
+    def test_stops_inside_a_path(self):
+        """Strings over several tokens, expressions, tokens and lengths: the first to come ends the answer."""
+        arguments = {"skip_tokenizer_init": False}
+        plain, _ = in_child(self.plain | arguments | {"disable_overlap_schedule": True}, stops)
+        tree, inside = in_child(self.tree | self.arguments | arguments, stops)
+        for expected, found in zip(plain, tree, strict=True):
+            self.assertEqual(found, expected)
+        self.assertGreater(inside, 20, "few answers stopped before their last step's last token")
+
         """In one batch with requests that have none."""
         arguments = {"skip_tokenizer_init": False, "grammar_backend": "xgrammar"}
         plain = in_child(self.plain | arguments, constrained)
