@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import get_parallel, get_spec, publish
+from sglang.srt.runtime_context import get_parallel, get_spec, override_platform, publish
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.speculative.ddtree import contract
 from sglang.srt.speculative.dflash_utils import validate_dflash_request
@@ -121,21 +121,6 @@ class TestRefusals(ArgumentsCase):
         )
         self.refused("--speculative-eagle-topk: expected 1 to 32, got 33", speculative_eagle_topk=33)
 
-    def test_attention_backend(self):
-        """Upstream refuses or replaces most of them before; what it lets through is refused here."""
-        resolved = resolved_view(self.resolve())
-
-        class Fa3:
-            attention_backend = "fa3"
-
-            def __getattr__(self, name):
-                return getattr(resolved, name)
-
-        with self.assertRaisesRegex(
-            ValueError, "^DDTREE: --attention-backend: expected one of .*, got 'fa3'"
-        ):
-            contract.refuse_server_args(Fa3())
-
     def test_draft_attention_backend_on_cuda(self):
         """FlashAttention's would take the block for a tree, as K is above 1."""
         resolved = resolved_view(self.resolve())
@@ -170,6 +155,107 @@ class TestRefusals(ArgumentsCase):
         ):
             with self.subTest(flag):
                 self.refused(f"--{flag.replace('_', '-')}: expected", **{flag: value})
+
+
+class TestAttentionBackends(ArgumentsCase):
+    """Which backend prefills, which verifies, and what is refused; on CUDA, which the arguments do not need to be there."""
+
+    def resolve(self, **arguments):
+        return resolved_view(
+            super().resolve(
+                **dict(device="cuda", attention_backend=None, mem_fraction_static=0.5) | arguments
+            )
+        )
+
+    def check(self, view, prefill, page_size=1):
+        self.assertEqual(attention_backends_of(view), (prefill, "triton"))
+        # Models read this one: gpt-oss for the dtype of its sinks.
+        self.assertEqual(view.attention_backend, prefill)
+        self.assertEqual(view.speculative_attention_mode, "decode")
+        self.assertEqual(view.speculative_draft_attention_backend, "triton")
+        self.assertEqual(view.page_size, page_size)
+
+    def test_named_for_all(self):
+        self.check(self.resolve(attention_backend="flashinfer"), "flashinfer")
+        self.check(self.resolve(attention_backend="flashmla"), "flashmla", page_size=64)
+        self.check(self.resolve(attention_backend="fa3", page_size=16), "fa3", page_size=16)
+
+    def test_named_for_prefill(self):
+        for arguments in ({}, {"decode_attention_backend": "triton"}, {"attention_backend": "triton"}):
+            self.check(self.resolve(prefill_attention_backend="fa3", **arguments), "fa3")
+
+    def test_on_blackwell(self):
+        """Upstream's rules for a backend have run before ours: its pages, its own refusals."""
+        with override_platform(is_sm100=True, is_blackwell=True):
+            self.check(self.resolve(attention_backend="trtllm_mha"), "trtllm_mha", page_size=64)
+            self.check(self.resolve(prefill_attention_backend="trtllm_mha"), "trtllm_mha", page_size=64)
+            self.check(self.resolve(attention_backend="trtllm_mla"), "trtllm_mla", page_size=64)
+            self.check(self.resolve(attention_backend="fa4"), "fa4", page_size=128)
+        with override_platform(is_sm120=True, is_blackwell=True):
+            self.check(self.resolve(attention_backend="trtllm_mha", page_size=32), "trtllm_mha", page_size=32)
+
+    def test_triton_where_none_is_named(self):
+        self.check(self.resolve(), "triton")
+        self.check(self.resolve(decode_attention_backend="triton"), "triton")
+
+    def test_what_upstream_falls_back_to(self):
+        self.check(self.resolve(attention_backend="fa3", kv_cache_dtype="fp8_e5m2"), "triton")
+
+    def choose(self, device="cuda", chosen=None, **asked):
+        """The rules alone. chosen: by upstream, for this model or device."""
+        raw = dict.fromkeys(("attention_backend", "prefill_attention_backend", "decode_attention_backend"))
+        raw |= asked
+        args = SimpleNamespace(**raw | (chosen or {}), device=device, _raw_input=raw)
+        contract.choose_attention_backends(args)
+        return attention_backends_of(args)
+
+    def test_upstream_s_choice_for_a_device_is_not_the_user_s(self):
+        self.assertEqual(self.choose(chosen={"attention_backend": "trtllm_mha"}), ("triton", "triton"))
+        self.assertEqual(self.choose(chosen={"decode_attention_backend": "flashinfer"}), ("triton", "triton"))
+        self.assertEqual(
+            self.choose(device="cpu", chosen={"attention_backend": "intel_amx"}),
+            ("torch_native", "torch_native"),
+        )
+
+    def test_refused(self):
+        for argument in ("attention_backend", "prefill_attention_backend"):
+            for name, reason in (
+                *((name, "it keeps more of a token than K and V") for name in ("dsa", "nsa", "qsa", "dsv4")),
+                *((name, "SGLang does not run it beside") for name in ("flex_attention", "hpc_ops")),
+                ("cutedsl_mla", "it only decodes; trtllm_mla prefills"),
+                ("aiter", "not for this device"),
+            ):
+                flag = argument.replace("_", "-")
+                expected = (
+                    f"^DDTREE: --{flag}: expected one of .*'trtllm_mha'.* on cuda, got '{name}': {reason}"
+                )
+                with self.subTest(argument, name=name), self.assertRaisesRegex(ValueError, expected):
+                    self.choose(**{argument: name})
+
+    def test_refused_where_upstream_has_put_another_in_its_place(self):
+        """The user named a decoding backend for all; upstream prefills with trtllm_mla then."""
+        with self.assertRaisesRegex(
+            ValueError, "^DDTREE: --attention-backend: .* got 'cutedsl_mla': it only decodes"
+        ):
+            self.choose(attention_backend="cutedsl_mla", chosen={"prefill_attention_backend": "trtllm_mla"})
+
+    def test_refused_where_the_model_can_do_with_no_other(self):
+        with self.assertRaisesRegex(ValueError, "^DDTREE: --attention-backend: .* got 'dsa': it keeps more"):
+            self.choose(chosen={"attention_backend": "dsa"})
+
+    def test_refused_on_a_cpu(self):
+        with self.assertRaisesRegex(
+            ValueError, r"expected one of \['torch_native'\] on cpu, got 'intel_amx'"
+        ):
+            self.choose(device="cpu", attention_backend="intel_amx")
+
+    def test_decoding_backend(self):
+        for device, base in (("cuda", "triton"), ("cpu", "torch_native")):
+            with self.assertRaisesRegex(
+                ValueError,
+                f"^DDTREE: --decode-attention-backend: expected '{base}' on {device}, got 'fa3': tree verify",
+            ):
+                self.choose(device=device, attention_backend=base, decode_attention_backend="fa3")
 
 
 class TestRequests(ArgumentsCase):
@@ -392,6 +478,37 @@ class TestPool(CustomTestCase):
         self.assertEqual(kv_buffers(pool(is_quantized_kv_cache=False)).table.shape, (4, 3))
         with self.assertRaisesRegex(ValueError, "^DDTREE: --kv-cache-dtype: .*fp4_mx_block16"):
             kv_buffers(pool(is_quantized_kv_cache=True, quant_method=SimpleNamespace(name="fp4_mx_block16")))
+
+    def test_other_layouts_are_refused(self):
+        """A buffer's row is then a page, and a slot's numbers lie apart in it."""
+        from sglang.srt.speculative.ddtree.verify import kv_buffers
+
+        pool = type("MHATokenToKVPool", (), dict(kv_cache_layout="hnd"))()
+        with self.assertRaisesRegex(ValueError, "^DDTREE: KV pool: expected the layout 'nhd'.*'hnd'"):
+            kv_buffers(pool)
+
+
+class TestSplitBackend(CustomTestCase):
+    """The front in the decoding half of upstream's split backend."""
+
+    def test_torch_does_not_prefill_mla(self):
+        from sglang.srt.layers.attention.ddtree_backend import with_tree_verify
+
+        runner = SimpleNamespace(use_mla_backend=True, prefill_attention_backend_str="torch_native")
+        with self.assertRaisesRegex(ValueError, "^DDTREE: --prefill-attention-backend: .* 'torch_native'"):
+            with_tree_verify(None, runner, mode="native", rows=8)
+
+    def test_a_half_without_a_front_is_refused(self):
+        from sglang.srt.layers.attention.ddtree_backend import HybridAttnBackend, with_tree_verify
+
+        split = HybridAttnBackend.__new__(HybridAttnBackend)
+        split.decode_backend = SimpleNamespace()
+        runner = SimpleNamespace(
+            use_mla_backend=False, prefill_attention_backend_str="fa3", model=torch.nn.Module(), device="cpu",
+            dtype=torch.float32, kv_cache_dtype=torch.float32,
+        )  # fmt: skip
+        with self.assertRaisesRegex(ValueError, "expected Triton's or torch's, got SimpleNamespace"):
+            with_tree_verify(split, runner, mode="native", rows=8)
 
 
 class TestCoverage(CustomTestCase):

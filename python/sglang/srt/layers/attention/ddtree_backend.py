@@ -1,7 +1,8 @@
 """Attention of DDTREE's verify pass, laid over the attention backend that the server runs anyway.
 
 `with_tree_verify` gives a backend object a front of a subclass of its own class, over the same state: TARGET_VERIFY runs
-the tree ops of sgl_kernel.ddtree; prefill and decode, graph buffers and every check by type are untouched.
+the tree ops of sgl_kernel.ddtree; prefill and decode, graph buffers and every check by type are untouched. Where prefill
+runs on a backend of its own, the front is the decoding half of upstream's HybridAttnBackend, which verify is sent to.
 
     native     the tree ops
     triton     the base backend, with its full mask written from the ancestor words
@@ -16,6 +17,7 @@ import logging
 import msgspec
 import torch
 from sgl_kernel.ddtree import verify_gqa, verify_mla, verify_workspace
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -330,6 +332,13 @@ def with_tree_verify(backend, runner, *, mode: str, rows: int):
     Raises:
         ValueError: the backend is none that tree verify can be laid over, or nothing covers the model's attention.
     """
+    if runner.use_mla_backend and runner.prefill_attention_backend_str == "torch_native":
+        raise ValueError(
+            "DDTREE: --prefill-attention-backend: expected one that prefills MLA, got 'torch_native'."
+        )
+    if isinstance(backend, HybridAttnBackend):
+        backend.decode_backend = with_tree_verify(backend.decode_backend, runner, mode=mode, rows=rows)
+        return backend
     reasons = "; ".join(not_covered(runner))
     if isinstance(backend, TorchNativeAttnBackend):
         front = TorchNativeTreeVerify
@@ -351,6 +360,13 @@ def with_tree_verify(backend, runner, *, mode: str, rows: int):
     fronted.__dict__ = backend.__dict__  # one state: whoever holds the old object sees the same
     fronted._install(runner=runner, mode=mode, rows=rows)
     return fronted
+
+
+def difference_table(backend) -> torch.Tensor | None:
+    """Of a backend that with_tree_verify returned: [layers, requests] float32, what a validating verify has accumulated;
+    None in the other modes.
+    """
+    return (backend.decode_backend if isinstance(backend, HybridAttnBackend) else backend).tree_difference
 
 
 def create_draft_backend(runner):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
+from sglang.srt.arg_groups.overrides import attention_backends_of
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -19,8 +20,22 @@ DEFAULT_BLOCK = 16
 DEFAULT_MAX_RUNNING_REQUESTS = 48  # DFLASH's own default in 0.5.23
 CPU_DRAFT_BACKEND = "ddtree"
 VERIFY_MODES = ("native", "triton", "validate")
-BASE_BACKENDS = {"cuda": ("triton",), "cpu": ("torch_native",)}
+BASE_BACKENDS = {"cuda": "triton", "cpu": "torch_native"}  # under the tree ops; its metadata has the slots
+PREFILL_BACKENDS = {
+    "cuda": ("triton", "flashinfer", "fa3", "fa4", "trtllm_mha", "trtllm_mla", "flashmla", "torch_native"),
+    "cpu": ("torch_native",),
+}
 DRAFT_BACKENDS = {"cuda": "triton", "cpu": CPU_DRAFT_BACKEND}
+# Why some of SGLang's others cannot prefill for DDTREE; the rest are for other devices.
+SPARSE = "it keeps more of a token than K and V, which would not move with the accepted rows"
+NOT_SPECULATIVE = "SGLang does not run it beside speculative decoding"
+DECODES_ONLY = "it only decodes; trtllm_mla prefills for it"
+UNFIT_BACKENDS = {
+    **dict.fromkeys(("dsa", "nsa", "qsa", "dsv4", "compressed", "minicpm_flashattn", "minicpm_flashinfer"), SPARSE),
+    **dict.fromkeys(("flex_attention", "hpc_ops"), NOT_SPECULATIVE),
+    **dict.fromkeys(("cutedsl_mla", "tokenspeed_mla"), DECODES_ONLY),
+    "llada2_cfg_flashinfer": "it serves diffusion language models",
+}  # fmt: skip
 
 
 class DDTreeAlgorithm(CustomSpecAlgo):
@@ -71,8 +86,8 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         return get_spec().speculative_dflash_block_size if is_draft_worker else num_draft_tokens
 
     def handle_server_args(self, server_args) -> None:
-        choose_base_backend(server_args)
         refuse_server_args(server_args)
+        choose_attention_backends(server_args)
         resolve_widths(server_args)
         if server_args.device == "cpu":
             # Upstream's overlap scheduling needs device streams.
@@ -82,12 +97,40 @@ class DDTreeAlgorithm(CustomSpecAlgo):
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
 
 
-def choose_base_backend(args) -> None:
-    """Takes a base that tree verify can be laid over, where the user named none; upstream has chosen before us."""
+def choose_attention_backends(args) -> None:
+    """Gives prefill to the backend that the user named, and the rest to the base that tree verify is laid over.
+
+    Upstream calls the rest decoding; under speculation it is the target's verify. What a backend asks of the server (page
+    size, graphs) upstream has derived from the arguments already. Where the user names none, prefill is the base's, too.
+
+    Raises:
+        ValueError: a backend that cannot prefill for DDTREE, or one for decoding other than the base.
+    """
+    device = args.device.split(":")[0]
+    base, fit = BASE_BACKENDS[device], PREFILL_BACKENDS[device]
     asked = args._raw_input
-    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    if all(asked.get(name) is None for name in names):
-        args.attention_backend = BASE_BACKENDS.get(args.device.split(":")[0], (None,))[0]
+    decode = asked["decode_attention_backend"]
+    if decode not in (None, base):
+        raise ValueError(
+            f"DDTREE: --decode-attention-backend: expected {base!r} on {device}, got {decode!r}: tree verify reads the KV "
+            "metadata that it builds. Prefill can run on another: --prefill-attention-backend."
+        )
+    flag = "prefill_attention_backend" if asked["prefill_attention_backend"] else "attention_backend"
+    named = asked[flag]
+    prefill, _ = attention_backends_of(args)  # as upstream has resolved it
+    if named is None and prefill not in UNFIT_BACKENDS:  # else the model can do with no other
+        prefill = base
+    for value in (named or prefill, prefill):
+        if value not in fit:
+            raise ValueError(
+                f"DDTREE: --{flag.replace('_', '-')}: expected one of {list(fit)} on {device}, got {value!r}: "
+                f"{UNFIT_BACKENDS.get(value, 'not for this device, or not tried')}."
+            )
+    args.attention_backend = args.prefill_attention_backend = prefill
+    args.decode_attention_backend = base
+    args.speculative_attention_mode = "decode"  # verify with the decoding backend, not with prefill's
+    drafter = DRAFT_BACKENDS[device]
+    logger.info("DDTREE: prefill on %s, verify in front of %s, the drafter on %s.", prefill, base, drafter)
 
 
 def refuse_server_args(args) -> None:
@@ -179,13 +222,6 @@ def refuse_server_args(args) -> None:
     ):
         if value != only:
             raise ValueError(f"DDTREE: {flag}: expected {only!r}, got {value!r}: {reason}.")
-    for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        value = getattr(args, flag)
-        if value is not None and value not in BASE_BACKENDS[device]:
-            raise ValueError(
-                f"DDTREE: --{flag.replace('_', '-')}: expected one of {list(BASE_BACKENDS[device])} on {device}, got "
-                f"{value!r}: tree verify reads the KV metadata that these build."
-            )
     draft_backend = args.speculative_draft_attention_backend
     if draft_backend not in (None, DRAFT_BACKENDS[device]):
         # Others take --speculative-eagle-topk above 1 to mean that the draft block is a tree.

@@ -93,6 +93,11 @@ def kv_buffers(pool) -> KVBuffers:
             "DDTREE: --kv-cache-dtype: expected one that stores a number as a number (auto, bfloat16, fp8_e4m3, "
             f"fp8_e5m2), got {pool.quant_method.name!r}: its scales would not move with the accepted rows."
         )
+    if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
+        raise ValueError(
+            f"DDTREE: KV pool: expected the layout 'nhd', a row a slot, got {pool.kv_cache_layout!r}; unset "
+            "SGLANG_USE_HND_KVCACHE."
+        )
     if name == "MHATokenToKVPool":
         return KVBuffers.of([*pool.k_buffer, *pool.v_buffer])
     if name == "MLATokenToKVPool":

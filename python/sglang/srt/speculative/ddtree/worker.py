@@ -146,7 +146,7 @@ class DDTreeWorker(DFlashWorkerV2):
             labels={"model_name": get_serving().served_model_name},
             enabled=get_observability().enable_metrics and get_parallel().tp_rank == 0,
         )
-        table = self.model_runner.attn_backend.tree_difference
+        table = ddtree_backend.difference_table(self.model_runner.attn_backend)
         self.difference = None if table is None else DifferenceReader(table)
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req, batch_size=None):
