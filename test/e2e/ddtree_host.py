@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from array import array
 from pathlib import Path
 
@@ -130,6 +131,71 @@ def write_mla_target(folder: Path, *, seed: int = 3) -> str:
     target = folder / "mla"
     target.mkdir()
     (target / "config.json").write_text(json.dumps(config))
+    save_file({name: weight.bfloat16() for name, weight in weights.items()}, target / "model.safetensors")
+    return str(target)
+
+
+def write_fp8_target(target: str, folder: Path, **scales: float) -> str:
+    """Writes write_models()' target as an FP8 checkpoint, whose attention has scales; its linear layers are left as they are.
+
+    Args:
+        target: folder of that target.
+        folder: to make.
+        scales: k_scale and v_scale of every layer; none: the checkpoint has none.
+    """
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(target, folder)
+    config = json.loads((folder / "config.json").read_text())
+    linear = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+              "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+    layers = [f"model.layers.{i}" for i in range(config["num_hidden_layers"])]
+    config["quantization_config"] = dict(
+        quant_method="fp8", activation_scheme="dynamic",
+        ignored_layers=["lm_head", *(f"{layer}.{name}" for layer in layers for name in linear)],
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    for name, scale in scales.items():
+        for layer in layers:
+            weights[f"{layer}.self_attn.{name[0]}_proj.{name}"] = torch.tensor(scale)
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
+def write_gpt_oss_target(folder: Path, *, seed: int = 4) -> str:
+    """Writes a random gpt-oss without its experts' weights: attention sinks, and a window of 32 in layers 0 and 2.
+
+    The drafter of write_models() fits it.
+    """
+    from safetensors.torch import save_file
+    from transformers import GptOssConfig
+
+    torch.manual_seed(seed)
+    hidden, heads, head, layers = 128, 2, 64, 3
+    config = GptOssConfig(
+        hidden_size=hidden, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=1, head_dim=head, vocab_size=VOCABULARY, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=2048, sliding_window=32, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], dtype="bfloat16",
+        architectures=["GptOssForCausalLM"],
+    )  # fmt: skip
+    target = folder / "gpt-oss"
+    config.save_pretrained(target)
+    weights = {"model.norm.weight": torch.ones(hidden)}
+    sizes = {"model.embed_tokens.weight": (VOCABULARY, hidden), "lm_head.weight": (VOCABULARY, hidden)}
+    for i in range(layers):
+        layer = f"model.layers.{i}"
+        for name, rows in dict(q_proj=heads * head, k_proj=head, v_proj=head).items():
+            sizes[f"{layer}.self_attn.{name}.weight"] = rows, hidden
+            sizes[f"{layer}.self_attn.{name}.bias"] = (rows,)
+        sizes[f"{layer}.self_attn.o_proj.weight"] = hidden, heads * head
+        sizes[f"{layer}.self_attn.o_proj.bias"] = (hidden,)
+        weights[f"{layer}.self_attn.sinks"] = torch.randn(heads) + 1
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{layer}.{name}.weight"] = torch.ones(hidden)
+    for name, size in sizes.items():
+        weights[name] = torch.randn(size) * (0.9 if "embed" in name else 0.15)
     save_file({name: weight.bfloat16() for name, weight in weights.items()}, target / "model.safetensors")
     return str(target)
 

@@ -22,6 +22,9 @@ PROMPT = [3, 10, 7, 12, 5, 9]
 
 
 class TestDDTreeServer(CustomTestCase):
+    device = "cpu"
+    flags = ["--mem-fraction-static", "0.1"]
+
     @classmethod
     def setUpClass(cls):
         folder = tempfile.TemporaryDirectory()
@@ -31,7 +34,7 @@ class TestDDTreeServer(CustomTestCase):
             target,
             URL,
             timeout=400,
-            device="cpu",
+            device=cls.device,
             other_args=[
                 "--speculative-algorithm",
                 "DDTREE",
@@ -41,13 +44,12 @@ class TestDDTreeServer(CustomTestCase):
                 "float32",
                 "--max-total-tokens",
                 "4096",
-                "--mem-fraction-static",
-                "0.1",
                 "--max-running-requests",
                 "8",
                 "--enable-metrics",
                 "--enable-custom-logit-processor",
                 "--skip-server-warmup",
+                *cls.flags,
             ],  # fmt: skip
         )
         cls.addClassCleanup(kill_process_tree, cls.process.pid)

@@ -12,7 +12,7 @@ import torch
 from sglang.test.ci.ci_register import register_cuda_ci
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
-from ddtree_host import Child, write_mla_target, write_models  # noqa: E402
+from ddtree_host import Child, write_fp8_target, write_gpt_oss_target, write_mla_target, write_models  # noqa: E402
 
 register_cuda_ci(est_time=120, suite="gpu")
 
@@ -24,6 +24,11 @@ TOKENS = 64
 SECONDS = 300  # for all children together; one that hangs must not keep the others' results
 TIE = 0.1  # logits; bfloat16's noise in them is of this size
 ERROR = 1.0  # added to the output of one layer by a kernel that is wrong on purpose
+# of every server here
+CUDA = dict(
+    device="cuda", dtype="bfloat16", attention_backend="triton", mem_fraction_static=0.8, max_total_tokens=16384,
+    cuda_graph_max_bs_decode=8, cuda_graph_backend_prefill="disabled",
+)  # fmt: skip
 
 
 def greedy(host):
@@ -91,6 +96,28 @@ class _WrongKernel:
         ddtree_backend.verify_gqa = wrong
 
 
+class _WithoutExperts:
+    """A job on a gpt-oss whose experts are one function without weights: not theirs are the kernels that are tested."""
+
+    def __init__(self, job):
+        self.job = job
+
+    def __call__(self, host):
+        return self.job(host)
+
+    def before(self):
+        from sglang.srt.models import gpt_oss
+
+        class Function(torch.nn.Module):
+            def __init__(self, **config):
+                super().__init__()
+
+            def forward(self, hidden_states, forward_batch=None):
+                return torch.sin(hidden_states)
+
+        gpt_oss.GptOssSparseMoeBlock = Function
+
+
 class _Judge:
     """greedy() of plain decoding, which then judges the other children's answers: how far each token is from greedy.
 
@@ -118,16 +145,21 @@ class TestDDTreeCuda(unittest.TestCase):
         cls.addClassCleanup(temporary.cleanup)
         folder = Path(temporary.name)
         target, drafter = write_models(folder)
-        plain = dict(
-            model_path=target, device="cuda", dtype="bfloat16", attention_backend="triton", mem_fraction_static=0.8,
-            max_total_tokens=16384, cuda_graph_max_bs_decode=8, cuda_graph_backend_prefill="disabled",
-        )  # fmt: skip
+        plain = CUDA | dict(model_path=target)
         tree = plain | dict(speculative_algorithm="DDTREE", speculative_draft_model_path=drafter)
         rows_32 = tree | dict(speculative_num_draft_tokens=32)
         validate = rows_32 | dict(speculative_ddtree_verify="validate")
         rows_130 = tree | dict(speculative_num_draft_tokens=130, speculative_eagle_topk=12, page_size=16)
         mla = dict(model_path=write_mla_target(folder))
         fp8 = dict(kv_cache_dtype="fp8_e4m3")
+        # An FP8 checkpoint's layers have scales: 1 unless it holds others, and read with an fp8 cache alone.
+        unscaled = dict(model_path=write_fp8_target(target, folder / "unscaled"))
+        scaled = dict(model_path=write_fp8_target(target, folder / "scaled", k_scale=0.5, v_scale=0.25)) | fp8
+        sinks = dict(
+            model_path=write_gpt_oss_target(folder),
+            disable_hybrid_swa_memory=True,
+            moe_runner_backend="triton",
+        )
         # name: the plain decoding that judges it, its arguments, its job
         trees = {
             "native": ("plain", rows_32, without_waiting),
@@ -144,10 +176,27 @@ class TestDDTreeCuda(unittest.TestCase):
             "no graph": ("plain", rows_32 | dict(disable_cuda_graph=True), greedy),
             "mla": ("mla plain", rows_32 | mla, greedy),
             "fp8": ("fp8 plain", rows_32 | fp8, greedy),
+            "mixed prefill": (
+                "plain",
+                rows_32 | dict(chunked_prefill_size=64, enable_mixed_chunk=True),
+                greedy,
+            ),
+            "unscaled": ("plain", rows_32 | unscaled, greedy),
+            "scaled": ("scaled plain", rows_32 | scaled, greedy),
+            "sinks": ("sinks plain", rows_32 | sinks, _WithoutExperts(greedy)),
         }
-        plains = {"plain": plain, "mla plain": plain | mla, "fp8 plain": plain | fp8}
+        plains = {
+            "plain": plain, "mla plain": plain | mla, "fp8 plain": plain | fp8, "scaled plain": plain | scaled,
+            "sinks plain": plain | sinks,
+        }  # fmt: skip
         children = {name: Child(arguments, job) for name, (_, arguments, job) in trees.items()}
-        judges = {name: Child(arguments, _Judge(folder / name)) for name, arguments in plains.items()}
+        judges = {
+            name: Child(
+                arguments,
+                _WithoutExperts(_Judge(folder / name)) if "sinks" in name else _Judge(folder / name),
+            )
+            for name, arguments in plains.items()
+        }
         deadline = time.monotonic() + SECONDS
 
         def collect(child):
@@ -200,6 +249,18 @@ class TestDDTreeCuda(unittest.TestCase):
 
     def test_fp8_kv(self):
         self.agree("fp8", 30, plain="fp8 plain")
+
+    def test_mixed_prefill(self):
+        self.agree("mixed prefill", 50)
+
+    def test_fp8_checkpoint(self):
+        self.agree("unscaled", 50)
+
+    def test_fp8_checkpoint_with_scales_and_fp8_kv(self):
+        self.agree("scaled", 30, plain="scaled plain")
+
+    def test_sinks_and_sliding_windows(self):
+        self.agree("sinks", 20, plain="sinks plain")
 
     def test_no_overlap(self):
         self.agree("native, page 16, no overlap", 50)

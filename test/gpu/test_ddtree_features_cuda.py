@@ -1,0 +1,100 @@
+"""DDTREE on a CUDA device: what test/e2e checks on a CPU, there in bfloat16, with graphs and overlap scheduling.
+
+bfloat16 rounds logits, so greedy tokens are judged by how far they are from the first choice, as in test_ddtree_cuda.py.
+"""
+
+import sys
+import unittest
+from pathlib import Path
+
+import torch
+from sglang.test.ci.ci_register import register_cuda_ci
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
+import test_ddtree_lossless as lossless  # noqa: E402  a module: the names of its test classes must not appear here
+import test_ddtree_server as server  # noqa: E402
+from ddtree_host import in_child  # noqa: E402
+from test_ddtree_cuda import CUDA, TIE  # noqa: E402
+
+register_cuda_ci(est_time=420, suite="gpu")
+
+
+class OnCuda(lossless.DDTreeCase):
+    """Servers on CUDA; the target's weights are bfloat16 numbers, so that definitions in float32 are of the same model."""
+
+    @classmethod
+    def setUpClass(cls):
+        from safetensors.torch import load_file, save_file
+
+        super().setUpClass()
+        file = Path(cls.target) / "model.safetensors"
+        weights = {name: weight.bfloat16().float() for name, weight in load_file(file).items()}
+        save_file(weights, file, metadata={"format": "pt"})
+        cls.plain |= CUDA
+        cls.tree |= CUDA
+
+
+class TestPenaltiesCuda(lossless.TestPenalties, OnCuda):
+    def assert_by_definition(self, outputs):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.target, dtype=torch.float32)
+
+        def gaps(prompt, output, options):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 :]
+            rows = [
+                lossless.penalize(row, output[:i], options) for i, row in enumerate(logits[: len(output)])
+            ]
+            return [float(row.max() - row[token]) for row, token in zip(rows, output)]
+
+        for prompt, options, output in zip(lossless.PROMPTS, lossless.PENALTIES, outputs):
+            found = gaps(prompt, output, options)
+            print(
+                options,
+                "largest gaps",
+                sorted(found, reverse=True)[:3],
+                "ties",
+                sum(gap > 0 for gap in found),
+            )
+            self.assertLess(max(found), 2 * TIE)
+            self.assertLess(sum(gap > 0 for gap in found), len(found) // 8)
+            if options:  # else the check could not fail
+                self.assertGreater(max(gaps(prompt, output, {})), 3 * TIE)
+            stops = [1, *options.get("stop_token_ids", ())] if "min_new_tokens" in options else []
+            self.assertTrue(len(output) == lossless.TOKENS or output[-1] in stops, output)
+
+
+class TestSamplingCuda(lossless.TestSampling, OnCuda):
+    outside = 0.01  # where rounding moves a probability past the bound of top-p or min-p
+
+
+def judge_the_end(host, outputs):
+    """to_the_end() of plain decoding, and how far the tokens of `outputs` are from greedy."""
+    return *lossless.to_the_end(host), host.gaps(lossless.LONG, outputs)
+
+
+class TestContextEndCuda(OnCuda):
+    def test_context_ends(self):
+        for mode in ("native", "triton"):
+            with self.subTest(mode):
+                tree = self.tree | {"speculative_num_draft_tokens": 32, "speculative_ddtree_verify": mode}
+                outputs, leaked = in_child(tree, lossless.to_the_end)
+                # the last ones are left out: a prompt of the whole context is refused
+                plain, _, gaps = in_child(self.plain, judge_the_end, [output[:-8] for output in outputs])
+                self.assertEqual([len(output) for output in outputs], [len(output) for output in plain])
+                self.assertEqual(leaked, 0, "KV slots leaked")
+                print(mode, "largest gaps", [max(found) for found in gaps])
+                self.assertLess(max(max(found) for found in gaps), 2 * TIE)
+
+
+class TestServerCuda(server.TestDDTreeServer):
+    device = "cuda"
+    flags = [
+        "--attention-backend", "triton", "--sampling-backend", "pytorch", "--cuda-graph-max-bs-decode", "8",
+        "--cuda-graph-backend-prefill", "disabled", "--mem-fraction-static", "0.5",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
