@@ -19,7 +19,7 @@
 #include "../../common/mbarrier.cuh"
 #include "../../common/pdl.cuh"
 #include "../../common/softmax.cuh"
-#include "../../common/wgmma_shapes.cuh"
+#include "../../common/wgmma.cuh"
 #include "../epilogue.cuh"
 #include "../traits.h"
 #include "../tree_mask.cuh"

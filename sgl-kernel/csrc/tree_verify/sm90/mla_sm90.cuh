@@ -197,7 +197,7 @@ struct MlaSm90Consumer {
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           const int offset = (part_block(kGroup, part, i) * Traits::kBlockBytes + step * 32) >> 4;
-          wgmma_m64n64k16<Mma>(s, q + offset, k + offset, part + i + step > 0);
+          wgmma_ss<Mma>(s, q + offset, k + offset, part + i + step > 0);
         }
       }
     }
@@ -213,8 +213,7 @@ struct MlaSm90Consumer {
     wgmma_pin(o);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kStepsN; ++step)
-      wgmma_m64n256k16<Mma>(o, prob[step], v + (step * 16 * kSwizzleRowBytes >> 4));
+    for (int step = 0; step < kStepsN; ++step) wgmma_rs<Mma>(o, prob[step], v + (step * 16 * kSwizzleRowBytes >> 4));
     wgmma_commit();
   }
 
