@@ -197,6 +197,26 @@ def constrained(host):
     return ["".join(SYMBOLS[t] for t in request.output_ids[:40]) for request in host.finish(requests)]
 
 
+def impossible(host):
+    """How requests end whose grammar no token can go on with after three, beside one that has none."""
+    common = dict(max_new_tokens=20)
+    requests = [
+        host.submit(PROMPTS[1], temperature=0, regex="ab(0|1)x", **common),
+        host.submit(PROMPTS[1], temperature=1.0, regex="ab(0|1)x", **common),
+        host.submit(PROMPTS[2], temperature=1.5, top_p=0.9, ignore_eos=True, **common),
+    ]
+    host.finish(requests)
+    return [
+        (
+            [
+                "".join(SYMBOLS[t] for t in request.output_ids_through_stop),
+                request.finished_reason.to_json()["type"],
+            ]
+        )
+        for request in requests
+    ]
+
+
 def stopped(host):
     requests = host.generate(PROMPTS, temperature=0, max_new_tokens=48, stop_token_ids=[3, 9])
     return [list(request.output_ids_through_stop) for request in requests]
@@ -276,6 +296,15 @@ class TestFeatures(DDTreeCase):
         for i, text in enumerate(plain):
             if i % 2 and text.endswith("</s>"):
                 self.assertRegex(text.removesuffix("</s>"), f"^{REGEX}$")
+
+    def test_grammar_that_allows_no_token(self):
+        """It ends its request, and nothing else; sampling such a row would end the server."""
+        arguments = {"skip_tokenizer_init": False, "grammar_backend": "xgrammar"}
+        greedy, sampled, free = in_child(self.tree | self.arguments | arguments, impossible)
+        for text, reason in (greedy, sampled):
+            self.assertRegex(text, "^ab[01]$")
+            self.assertEqual(reason, "abort")
+        self.assertEqual(free[1], "length")
 
     def test_logprobs(self):
         """Of input and output, the token's own, the three largest and two asked for."""

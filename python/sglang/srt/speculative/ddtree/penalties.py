@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from sglang.srt.utils.common import async_h2d
 
-# Logits of a tree that are penalized in one go, which takes about five times their float32 size for a moment. All of a
-# large batch's would be gigabytes, which a server with a full KV pool does not have.
-LOGITS_AT_ONCE = 1 << 25
+# Logits that are penalized or sampled in one go. Penalizing takes about five times their float32 size for a moment,
+# sampling up to about ten: 640 MB. All of a large batch's would be gigabytes, which a server with a full KV pool does not
+# have.
+LOGITS_AT_ONCE = 1 << 24
 
 
 @dataclass

@@ -7,10 +7,16 @@ import dataclasses
 import torch
 from sgl_kernel.ddtree import KVBuffers
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.speculative.ddtree.penalties import LOGITS_AT_ONCE
+from sglang.srt.utils.common import async_h2d
 
 
 def constrain(logits: torch.Tensor, sampling_info, grammar_mask, rows: int) -> None:
     """Applies grammar and logit bias to the target's logits, in place and in upstream's order.
+
+    Where a grammar and what else forbids tokens leave none (a grammar that the vocabulary cannot spell, a minimum length
+    past its end), token 0 stays, the one that argmax gives there. The grammar then refuses it and upstream ends that
+    request; a sampler's NaN would end the server.
 
     Args:
         logits: [bs * N, vocab].
@@ -22,6 +28,8 @@ def constrain(logits: torch.Tensor, sampling_info, grammar_mask, rows: int) -> N
         grammar_mask.apply(logits)
     if sampling_info is not None and sampling_info.logit_bias is not None:
         logits.view(-1, rows, logits.shape[1]).add_(sampling_info.logit_bias[:, None].to(logits.dtype))
+    if grammar_mask is not None:
+        logits[:, 0].masked_fill_(logits.amax(-1) == -float("inf"), 0.0)
 
 
 def each_row(sampling_info, rows: int):
@@ -32,53 +40,73 @@ def each_row(sampling_info, rows: int):
         rows: N, rows a request.
 
     Returns:
-        A SamplingBatchInfo of bs * N entries. What constrain() has applied already is left out.
+        A function that makes a SamplingBatchInfo of some of the bs * N rows, chosen by a slice or an index. What
+        constrain() has applied already is left out.
     """
-
-    def repeat(tensor):
-        return (
-            None
-            if tensor is None
-            else torch.repeat_interleave(tensor, rows, dim=0, output_size=tensor.shape[0] * rows)
-        )
-
-    return dataclasses.replace(
-        sampling_info,
-        **{
-            name: repeat(getattr(sampling_info, name))
-            for name in ("temperatures", "top_ps", "top_ks", "min_ps")
-        },
-        sampling_seed=repeat(sampling_info.sampling_seed),
+    names = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
+    each = {
+        name: torch.repeat_interleave(values, rows, dim=0, output_size=values.shape[0] * rows)
+        for name in names
+        if (values := getattr(sampling_info, name)) is not None
+    }
+    applied = dict(
         grammars=None,
         grammar_mask=None,
         logit_bias=None,
         penalizer_orchestrator=None,
         has_custom_logit_processor=False,
     )
+    return lambda part: dataclasses.replace(
+        sampling_info, **applied, **{name: values[part] for name, values in each.items()}
+    )
 
 
 def target_tokens(
-    logits: torch.Tensor, sampling_info, sampler, positions: torch.Tensor, rows: int
+    logits: torch.Tensor,
+    sampling_info,
+    sampler,
+    positions: torch.Tensor,
+    *,
+    sampled: list[int],
+    keep_logits: bool = False,
 ) -> torch.Tensor:
     """The target's token at each tree row: the argmax, or one sample by the server's own sampler.
 
     Lossless: the walk takes at every node a draw from p(. | path), so what it emits is distributed as plain decoding.
 
     Args:
-        logits: [bs * N, vocab]; overwritten when sampling.
-        sampling_info: of the batch, or None.
-        sampler: upstream's Sampler.
+        logits: [bs * N, vocab]; those of sampled rows are overwritten.
+        sampling_info: of the batch; None if none is sampled.
+        sampler: upstream's Sampler. It is given LOGITS_AT_ONCE at most, as its copies of them (probabilities, sorted, with
+            their indices, cumulated) are not part of what upstream reserves for a batch's logits.
         positions: [bs * N] int64.
-        rows: N.
+        sampled: the batch's requests that are not greedy.
+        keep_logits: overwrite nothing.
 
     Returns:
         [bs * N] int64.
     """
-    if sampling_info is None or sampling_info.is_all_greedy:
+    if not sampled:
         return torch.argmax(logits, dim=-1)
-    output = LogitsProcessorOutput(next_token_logits=logits)
-    # The sampled token stands one position after its row.
-    return sampler(output, each_row(sampling_info, rows), False, [], [], positions).long()
+    rows = logits.shape[0] // len(sampling_info)
+    if len(sampled) == len(sampling_info):
+        index, tokens = None, torch.empty_like(positions)
+    else:
+        requests = async_h2d(sampled, dtype=torch.int64, device=logits.device)
+        index = (requests[:, None] * rows + torch.arange(rows, device=logits.device)).flatten()
+        tokens = torch.argmax(logits, dim=-1)
+    of_rows = each_row(sampling_info, rows)
+    at_once = max(1, LOGITS_AT_ONCE // logits.shape[1])
+    for first in range(0, len(sampled) * rows, at_once):
+        part = slice(first, first + at_once)
+        part = part if index is None else index[part]
+        chosen = logits[part]
+        if keep_logits and index is None:
+            chosen = chosen.clone()
+        output = LogitsProcessorOutput(next_token_logits=chosen)
+        # The sampled token stands one position after its row.
+        tokens[part] = sampler(output, of_rows(part), False, [], [], positions[part]).long()
+    return tokens
 
 
 def kv_buffers(pool) -> KVBuffers:

@@ -91,6 +91,7 @@ class DDTreeWorker(DFlashWorkerV2):
         """Nothing to fall back from: every sampling option is honoured at every row."""
 
     def prewarm_sampling(self):
+        # Not DFLASH's rehearsal, which has the KV pool leave room for the sampling of a whole batch: see target_tokens().
         return self.model_runner.prewarm_sampling()
 
     def alloc_memory_pool(
@@ -215,8 +216,14 @@ class DDTreeWorker(DFlashWorkerV2):
                 logits, penalized, batch.sampling_info, batch.req_pool_indices, trees, positions
             )
         constrain(logits, batch.sampling_info, grammar_mask, rows)
-        scored = logits.clone() if batch.return_logprob else logits  # the sampler overwrites its logits
-        target = target_tokens(logits, batch.sampling_info, self.model_runner.sampler, positions, rows)
+        target = target_tokens(
+            logits,
+            batch.sampling_info,
+            self.model_runner.sampler,
+            positions,
+            sampled=[i for i, req in enumerate(batch.reqs) if req.sampling_params.top_k != 1],
+            keep_logits=batch.return_logprob,
+        )
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target)
         accepted = accept(trees, target.view(bs, rows), Accepted.allocate(bs, depth, self.device))
         if penalized is not None:
@@ -227,7 +234,6 @@ class DDTreeWorker(DFlashWorkerV2):
 
         if batch.return_logprob:
             first_row = torch.arange(0, bs * rows, rows, device=self.device)
-            output.logits_output.next_token_logits = scored
             compute_spec_logprobs(
                 batch, output.logits_output, target, accept_index=accepted.path + first_row[:, None]
             )
