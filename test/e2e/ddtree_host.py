@@ -91,15 +91,20 @@ def write_models(
     return str(folder / "target"), str(drafter)
 
 
-def write_mla_target(folder: Path, *, seed: int = 3) -> str:
+def write_mla_target(folder: Path, *, seed: int = 3, nope: int = 64, value: int = 64) -> str:
     """Writes a random DeepSeek-V2 of dense layers, whose attention is MLA of the real latent size (512 + 64).
 
     The drafter of write_models() fits it.
+
+    Args:
+        folder: to write into.
+        seed: of the weights.
+        nope, value: head sizes of K without its rotary part, and of V; the real ones are 128.
     """
     from safetensors.torch import save_file
 
     torch.manual_seed(seed)
-    hidden, heads, nope, rope, value, latent, layers = 128, 2, 64, 64, 64, 512, 3
+    hidden, heads, rope, latent, layers = 128, 2, 64, 512, 3
     config = dict(
         architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", hidden_size=hidden, intermediate_size=256,
         moe_intermediate_size=64, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,

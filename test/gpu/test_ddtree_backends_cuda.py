@@ -1,0 +1,105 @@
+"""DDTREE on a CUDA device with prefill on a backend of its own: torch's, and FlashInfer's where it is installed."""
+
+import importlib.util
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+from sglang.test.ci.ci_register import register_cuda_ci
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
+from ddtree_host import Child, in_child, write_mla_target, write_models  # noqa: E402
+from test_ddtree_cuda import CUDA, PROMPTS, TIE, greedy  # noqa: E402
+
+register_cuda_ci(est_time=120, suite="gpu")
+
+SECONDS = 240  # for all children together
+FLASHINFER = importlib.util.find_spec("flashinfer") is not None
+
+
+def split(host):
+    """greedy(), and the classes of the target's backend and its halves."""
+    backend = host.scheduler.tp_worker.model_runner.attn_backend
+    halves = backend, backend.prefill_backend, backend.decode_backend
+    return *greedy(host), [type(half).__name__ for half in halves]
+
+
+def judge(host, answers):
+    """How far the tokens of each answer are from greedy, in plain decoding on Triton; by name, with its own as `plain`."""
+    answers = answers | {"plain": greedy(host)[0]}
+    return {name: host.gaps(PROMPTS, outputs) for name, outputs in answers.items()}
+
+
+# not CustomTestCase, whose module wants packages that a bare CUDA host lacks
+class TestPrefillBackendCuda(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        temporary = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(temporary.cleanup)
+        folder = Path(temporary.name)
+        target, drafter = write_models(folder)
+        mla = dict(model_path=write_mla_target(folder, nope=128, value=128))
+        plain = CUDA | dict(model_path=target)
+        # Chunks, so that prefill reads a prefix that it has written and one that verify has.
+        tree = plain | dict(
+            speculative_algorithm="DDTREE", speculative_draft_model_path=drafter, chunked_prefill_size=64,
+        )  # fmt: skip
+        flashinfer = tree | dict(attention_backend="flashinfer")
+        cases = {"torch": tree | dict(prefill_attention_backend="torch_native", enable_mixed_chunk=True)}
+        if FLASHINFER:
+            cases |= {
+                "flashinfer": flashinfer | dict(speculative_ddtree_verify="validate"),
+                "flashinfer, mixed": flashinfer | dict(enable_mixed_chunk=True, page_size=16),
+                "flashinfer, mla": flashinfer | mla,
+            }
+        children = {name: Child(arguments, split) for name, arguments in cases.items()}
+        cls.results = {}
+        for name, child in children.items():
+            try:
+                cls.results[name] = child.result(SECONDS)
+            except RuntimeError as error:
+                cls.results[name] = error
+        answers = {name: r[0] for name, r in cls.results.items() if not isinstance(r, RuntimeError)}
+        ours = {name: outputs for name, outputs in answers.items() if "mla" not in name}
+        cls.gaps = in_child(plain, judge, ours)
+        cls.gaps_mla = in_child(plain | mla, judge, {n: o for n, o in answers.items() if "mla" in n})
+
+    def check(self, name, prefill, least_accepted, gaps):
+        """Every token is plain decoding's first choice after the same tokens, or ties with it."""
+        if isinstance(self.results[name], RuntimeError):
+            self.fail(f"{name}: {self.results[name]}")
+        _, accepted, (before, after), _, classes = self.results[name]
+        flat = {
+            who: sorted((g for answer in gaps[who] for g in answer), reverse=True) for who in (name, "plain")
+        }
+        ties = sum(gap > 0 for gap in flat[name])
+        print(f"{name}: {ties} of {len(flat[name])} tokens tie; largest gaps {flat[name][:4]}, "
+              f"plain decoding's own {flat['plain'][:4]}; {accepted} accepted")  # fmt: skip
+        self.assertEqual(classes, ["HybridAttnBackend", prefill, "DDTreeTritonAttnBackend"])
+        self.assertLessEqual(flat[name][0], max(TIE, 2 * flat["plain"][0]))
+        self.assertLess(ties, len(flat[name]) // 10)
+        self.assertEqual(before, after, "KV slots leaked")
+        self.assertGreaterEqual(accepted, least_accepted)
+
+    def test_torch(self):
+        self.check("torch", "TorchNativeAttnBackend", 50, self.gaps)
+
+    @unittest.skipUnless(FLASHINFER, "FlashInfer is not installed")
+    def test_flashinfer(self):
+        self.check("flashinfer", "FlashInferAttnBackend", 50, self.gaps)
+        value, _, _ = self.results["flashinfer"][3]
+        self.assertGreater(value, 0.0)  # the two kernels have run on the rows that FlashInfer wrote
+        self.assertLess(value, 0.05)
+
+    @unittest.skipUnless(FLASHINFER, "FlashInfer is not installed")
+    def test_flashinfer_mixed(self):
+        self.check("flashinfer, mixed", "FlashInferAttnBackend", 50, self.gaps)
+
+    @unittest.skipUnless(FLASHINFER, "FlashInfer is not installed")
+    def test_flashinfer_mla(self):
+        self.check("flashinfer, mla", "FlashInferMLAAttnBackend", 30, self.gaps_mla)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
