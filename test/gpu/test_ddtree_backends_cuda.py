@@ -15,7 +15,7 @@ from test_ddtree_cuda import CUDA, PROMPTS, TIE, greedy  # noqa: E402
 register_cuda_ci(est_time=120, suite="gpu")
 
 SECONDS = 240  # for all children together
-FLASHINFER = importlib.util.find_spec("flashinfer") is not None
+FLASHINFER = all(importlib.util.find_spec(name) for name in ("flashinfer", "flashinfer.prefill"))
 
 
 def split(host):
