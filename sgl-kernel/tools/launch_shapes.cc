@@ -33,11 +33,8 @@ void print_gqa_tiles(const char* type) {
 
 template <typename T, bool kFp8>
 void print_all(const char* type) {
-  print_gqa_tiles<T, kFp8, 64>(type);
-  print_gqa_tiles<T, kFp8, 96>(type);
-  print_gqa_tiles<T, kFp8, 128>(type);
-  print_gqa_tiles<T, kFp8, 192>(type);
-  print_gqa_tiles<T, kFp8, 256>(type);
+#define DDTREE_PRINT(size) print_gqa_tiles<T, kFp8, size>(type);
+  DDTREE_GQA_HEAD_SIZES(DDTREE_PRINT)
   using Mla = MlaTraits<T, kFp8>;
   std::printf("mla %s %d 0 0 %d %d\n", type, kFp8, Mla::kThreads, Mla::kSharedBytes);
   using MlaSm90 = MlaSm90Traits<T, kFp8>;

@@ -11,7 +11,8 @@ namespace ddtree {
 namespace {
 
 constexpr int64_t kVectorBytes = 16;  // the kernels load q and KV rows with 16-byte cp.async
-constexpr int64_t kGqaHeadSizes[] = {64, 96, 128, 192, 256};
+#define DDTREE_ENTRY(size) size,
+constexpr int64_t kGqaHeadSizes[] = {DDTREE_GQA_HEAD_SIZES(DDTREE_ENTRY)};
 
 DType dtype_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {

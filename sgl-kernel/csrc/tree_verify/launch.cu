@@ -23,12 +23,10 @@ bool is_valid(const TreeVerifyParams& p) {
 template <typename T, bool kFp8>
 cudaError_t dispatch_gqa(const TreeVerifyParams& p, const Launch& launch) {
   if (p.d_qk != p.d_v) return cudaErrorInvalidValue;
+#define DDTREE_CASE(size) \
+  case size: return launch_gqa_typed<T, kFp8, size>(p, launch);
   switch (p.d_qk) {
-    case 64: return launch_gqa_typed<T, kFp8, 64>(p, launch);
-    case 96: return launch_gqa_typed<T, kFp8, 96>(p, launch);
-    case 128: return launch_gqa_typed<T, kFp8, 128>(p, launch);
-    case 192: return launch_gqa_typed<T, kFp8, 192>(p, launch);
-    case 256: return launch_gqa_typed<T, kFp8, 256>(p, launch);
+    DDTREE_GQA_HEAD_SIZES(DDTREE_CASE)
     default: return cudaErrorInvalidValue;
   }
 }

@@ -14,6 +14,9 @@ constexpr int kAncestorWordBits = 64;  // bit j of word j / 64: node j is an anc
 constexpr int kMlaQkDim = 576;         // ckv 512 | kpe 64
 constexpr int kMlaVDim = 512;
 
+// The head sizes that GQA has kernels for: F(size) for each.
+#define DDTREE_GQA_HEAD_SIZES(F) F(64) F(96) F(128) F(192) F(256)
+
 // LSE is the natural logarithm of the sum of exp(logit), logits scaled and capped, sinks included.
 // A row (or a split) that attends to nothing has LSE = -inf and o = 0; combine ignores it. This is the one place
 // that says so.

@@ -1,9 +1,7 @@
 #include "../launch.cuh"
 
 namespace ddtree {
-template cudaError_t launch_gqa_typed<__half, false, 64>(const TreeVerifyParams&, const Launch&);
-template cudaError_t launch_gqa_typed<__half, false, 96>(const TreeVerifyParams&, const Launch&);
-template cudaError_t launch_gqa_typed<__half, false, 128>(const TreeVerifyParams&, const Launch&);
-template cudaError_t launch_gqa_typed<__half, false, 192>(const TreeVerifyParams&, const Launch&);
-template cudaError_t launch_gqa_typed<__half, false, 256>(const TreeVerifyParams&, const Launch&);
+#define DDTREE_INSTANTIATE(size) \
+  template cudaError_t launch_gqa_typed<__half, false, size>(const TreeVerifyParams&, const Launch&);
+DDTREE_GQA_HEAD_SIZES(DDTREE_INSTANTIATE)
 }  // namespace ddtree
