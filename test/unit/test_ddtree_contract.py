@@ -372,6 +372,93 @@ class TestFullMask(CustomTestCase):
             self.check(self.backend._verify_mask.buffer, prefix_lens)
 
 
+class TestGraphBuffers(CustomTestCase):
+    """What graphs over upstream's Triton backend reserve: its own class, without a device."""
+
+    context, requests, window = 1000, 4, 32
+
+    def backend(self, *, rows=None, mode="native", **attributes):
+        """The target's backend for trees of `rows` rows; the drafter's if None."""
+        from sglang.srt.layers.attention.ddtree_backend import with_prefix_per_request, with_tree_verify
+        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+        backend = TritonAttnBackend.__new__(TritonAttnBackend)
+        backend.__dict__ |= dict(
+            device="cpu", dllm_attention=None, num_head=2, max_kv_splits=8, v_head_dim=64, swa_v_head_dim=None,
+            lean_total_programs=1, lean_block_m=16, max_context_len=self.context, num_draft_tokens=rows,
+            is_draft_runner=rows is None, skip_prefill=False, sliding_window_size=self.window,
+            use_sliding_window_kv_pool=False, target_verify_num_tokens_per_req=rows,
+        ) | attributes  # fmt: skip
+        for name in ("kv_indptr", "window_kv_indptr", "qo_indptr", "mask_indptr"):
+            setattr(backend, name, torch.zeros(self.requests + 1, dtype=torch.int64))
+        table = torch.zeros(self.requests + 1, self.context + 2 * (rows or 0) + 1, dtype=torch.int32)
+        runner = SimpleNamespace(
+            device="cpu", model=torch.nn.ModuleList(), dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16,
+            req_to_token_pool=SimpleNamespace(req_to_token=table), use_mla_backend=False,
+            model_config=SimpleNamespace(num_hidden_layers=2),
+        )  # fmt: skip
+        if rows is None:
+            return with_prefix_per_request(backend, runner)
+        return with_tree_verify(backend, runner, mode=mode, rows=rows)
+
+    def reserved(self, rows, **options):
+        """Bytes of the buffers that init_cuda_graph_state makes."""
+        backend = self.backend(rows=rows, **options)
+        before = set(backend.__dict__)
+        backend.init_cuda_graph_state(self.requests, self.requests * (rows or 8))
+        made = [value for name, value in backend.__dict__.items() if name not in before]
+        return sum(value.nbytes for value in made if isinstance(value, torch.Tensor))
+
+    def test_rows_do_not_multiply_them(self):
+        """Beside the ancestors, a row adds its share of the longest prefix of each request."""
+        few, many = self.reserved(8), self.reserved(64)
+        slots = self.requests * 2 * (64 - 8) * 8  # of two trees' width more, int64, and the window's
+        self.assertEqual(many - few, 2 * slots)
+        self.assertLess(many, 4 * self.requests * self.context * 8)
+
+    def test_the_drafter_has_them_by_request(self):
+        self.assertLess(self.reserved(None), 4 * self.requests * self.context * 8)
+
+    def test_native_has_no_mask(self):
+        for mode, expected in (("native", False), ("triton", True), ("validate", True)):
+            backend = self.backend(rows=8, mode=mode)
+            backend.init_cuda_graph_state(self.requests, self.requests * 8)
+            self.assertEqual(backend._verify_mask is not None, expected)
+            self.assertEqual(backend.num_draft_tokens, 8)
+
+    def test_write_slots_of_a_window_pool_are_by_row(self):
+        backend = self.backend(rows=8, use_sliding_window_kv_pool=True)
+        backend.init_cuda_graph_state(self.requests, self.requests * 8)
+        self.assertEqual(len(backend.cuda_graph_swa_out_cache_loc), self.requests * 8)
+
+    def test_the_longest_prefixes_fit(self):
+        """Of requests that are past the context: the host does not know yet that they have ended."""
+        from sglang.srt.layers.attention import triton_backend
+
+        rows = 8
+        backend = self.backend(rows=rows)
+        backend.init_cuda_graph_state(self.requests, self.requests * rows)
+        lens = torch.full((self.requests,), self.context + rows)
+
+        class Translator:
+            def pack_read_stream(self, plan, *, req_pool_indices, seq_lens, indptr, out):
+                for r, length in enumerate(seq_lens.tolist()):
+                    out[indptr[r] : indptr[r + 1]] = torch.arange(length) + 10_000 * r
+
+        backend.kv_index_translator = Translator()
+        backend.token_to_kv_pool = None
+        spec_info = SimpleNamespace(custom_mask=None, num_tokens_per_req=rows)
+        window = None, None, None, torch.zeros(self.requests, dtype=torch.int32)
+        with patch.object(triton_backend, "update_sliding_window_buffer", lambda *args, **options: window):
+            backend._update_target_verify_buffers(
+                None, self.requests, lens, spec_info, torch.arange(self.requests)
+            )
+        indptr, slots = backend.kv_indptr, backend.cuda_graph_kv_indices
+        for r in range(self.requests):
+            own = slots[indptr[r] : indptr[r + 1]]
+            self.assertEqual(own.tolist(), list(range(10_000 * r, 10_000 * r + self.context + rows)))
+
+
 class TestTreeAttention(CustomTestCase):
     """What the backend hands the ops, on a CPU: GQA of 4 heads over 2, or MLA of 2."""
 

@@ -148,9 +148,7 @@ class TreeVerifyMixin:
             prefix_lens=torch.zeros(max_bs, dtype=torch.int32, device=device),
             qo_indptr=torch.arange(max_bs + 1, dtype=torch.int32, device=device) * self.tree_rows,
         )
-        if self.tree_mode == "native":
-            self._verify_mask = None  # bs * N * (context + N) bytes that nothing reads
-        else:
+        if self.tree_mode != "native":
             self._verify_mask = msgspec.structs.replace(self._verify_mask, buffer=self._empty_mask(max_bs))
 
     def _empty_mask(self, bs: int) -> torch.Tensor:
@@ -290,8 +288,59 @@ class TreeVerifyMixin:
         )
 
 
-class TritonTreeVerify(TreeVerifyMixin):
+class PrefixPerRequest:
+    """Over upstream's Triton backend: graph buffers for forwards that read one prefix a request, whatever their rows.
+
+    Upstream (0.5.23) makes room for a context's slots, and for the partial results of split decoding, at each row: 6.4 GB
+    at 48 requests of 64 rows and a context of 262,144. What DDTREE captures, the tree's verify and the drafter's block,
+    reads the first by request and the second not at all.
+    """
+
+    graph_prefix: int  # most prefix slots of a request: its row of the slot table
+    graph_has_mask = True
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int):
+        if self.use_sliding_window_kv_pool:  # whose write slots are by row
+            return super().init_cuda_graph_state(max_bs, max_num_tokens)
+        slots = torch.zeros(max_bs * self.graph_prefix, dtype=torch.int64, device=self.device)
+        rows = self.num_draft_tokens
+        if not self.graph_has_mask:
+            self.num_draft_tokens = None  # then none is made: bs * N * (context + N) bytes
+        try:
+            super().init_cuda_graph_state(max_bs, max_bs, kv_indices_buf=slots)
+        finally:
+            self.num_draft_tokens = rows
+
+
+def with_prefix_per_request(backend, runner):
+    """The drafter's backend, with PrefixPerRequest where it is upstream's Triton backend; else as it is.
+
+    Args:
+        backend: of `runner`, after its construction and before graph capture.
+        runner: the drafter's ModelRunner.
+    """
+    if type(backend).__name__ != "TritonAttnBackend":
+        return backend
+    fronted = _front(PrefixPerRequest, backend)
+    fronted.graph_prefix = runner.req_to_token_pool.req_to_token.shape[1]
+    return fronted
+
+
+def _front(front: type, backend):
+    """An object of front and backend's class, over backend's state: whoever holds the old object sees the same."""
+    cls = type(f"DDTree{type(backend).__name__}", (front, type(backend)), {})
+    fronted = cls.__new__(cls)
+    fronted.__dict__ = backend.__dict__
+    return fronted
+
+
+class TritonTreeVerify(TreeVerifyMixin, PrefixPerRequest):
     """Over upstream's Triton backend, whose metadata holds the prefix slots already."""
+
+    def _install(self, *, runner, mode: str, rows: int) -> None:
+        super()._install(runner=runner, mode=mode, rows=rows)
+        self.graph_prefix = runner.req_to_token_pool.req_to_token.shape[1]
+        self.graph_has_mask = mode != "native"
 
     def _swa_location(self):
         return self.forward_metadata.swa_out_cache_loc
@@ -355,9 +404,7 @@ def with_tree_verify(backend, runner, *, mode: str, rows: int):
         raise ValueError(
             f"DDTREE: attention backend: expected Triton's or torch's, got {type(backend).__name__}."
         )
-    cls = type(f"DDTree{type(backend).__name__}", (front, type(backend)), {})
-    fronted = cls.__new__(cls)
-    fronted.__dict__ = backend.__dict__  # one state: whoever holds the old object sees the same
+    fronted = _front(front, backend)
     fronted._install(runner=runner, mode=mode, rows=rows)
     return fronted
 

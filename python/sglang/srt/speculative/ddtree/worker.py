@@ -115,6 +115,9 @@ class DDTreeWorker(DFlashWorkerV2):
     def init_attention_backends(self):
         super().init_attention_backends()
         kv_buffers(self.model_runner.token_to_kv_pool)  # refuses other pools now, not at the first step
+        self.draft_model_runner.attn_backend = ddtree_backend.with_prefix_per_request(
+            self.draft_model_runner.attn_backend, self.draft_model_runner
+        )
         self.model_runner.attn_backend = ddtree_backend.with_tree_verify(
             self.model_runner.attn_backend,
             self.model_runner,

@@ -1,0 +1,96 @@
+"""Memory of DDTREE on a CUDA device that grows with b * N * V or b * N * context elsewhere: sampling, and graph buffers."""
+
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+from sglang.test.ci.ci_register import register_cuda_ci
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
+from ddtree_host import in_child, write_models  # noqa: E402
+from test_ddtree_cuda import CUDA  # noqa: E402
+
+register_cuda_ci(est_time=60, suite="gpu")
+
+REQUESTS, ROWS, VOCABULARY = 48, 32, 151936
+CASES = {
+    "temperature": dict(),
+    "top-p, top-k, min-p": dict(need_top_p_sampling=True, need_top_k_sampling=True, need_min_p_sampling=True),
+}
+
+
+def sampling_info(**needs):
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    def each(value, dtype=torch.float32):
+        return torch.full((REQUESTS,), value, dtype=dtype, device="cuda")
+
+    return SamplingBatchInfo(
+        temperatures=each(1.3)[:, None], top_ps=each(0.9), top_ks=each(1000, torch.int32), min_ps=each(0.01),
+        is_all_greedy=False, is_any_greedy=True, vocab_size=VOCABULARY,
+        **dict.fromkeys(("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling"), False) | needs,
+    )  # fmt: skip
+
+
+def peaks(host):
+    """Bytes that sampling takes beside the logits, by case and by how many of the requests are greedy; and the length of the
+    slot buffers that the graphs of target and drafter read, over what one request has at most.
+    """
+    from sglang.srt.speculative.ddtree.verify import target_tokens
+
+    worker = host.scheduler.draft_worker
+    sampler = worker.model_runner.sampler
+    positions = torch.arange(REQUESTS * ROWS, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(1)
+    found = {}
+    for name, needs in CASES.items():
+        for greedy in (0, REQUESTS // 2):
+            logits = torch.randn(REQUESTS * ROWS, VOCABULARY, device="cuda", generator=generator) * 3
+            info, sampled = sampling_info(**needs), list(range(greedy, REQUESTS))
+            best = logits[: greedy * ROWS].argmax(-1)
+            for _ in range(2):  # the first compiles kernels
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.set_sync_debug_mode("error")
+                tokens = target_tokens(logits.clone() if greedy else logits, info, sampler, positions, sampled=sampled,
+                                       keep_logits=True)  # fmt: skip
+                torch.cuda.set_sync_debug_mode("default")
+            copy = logits.nbytes if greedy else 0
+            found[name, greedy] = torch.cuda.max_memory_allocated() - before - copy
+            assert torch.equal(tokens[: greedy * ROWS], best)
+            assert 0 <= int(tokens.min()) and int(tokens.max()) < VOCABULARY
+            del logits, tokens, best
+            torch.cuda.empty_cache()
+    row = worker.model_runner.req_to_token_pool.req_to_token.shape[1]
+    backends = worker.model_runner.attn_backend, worker.draft_model_runner.attn_backend
+    return found, [backend.cuda_graph_kv_indices.numel() / row for backend in backends]
+
+
+class TestMemory(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        target, drafter = write_models(Path(folder.name))
+        cls.sampling, cls.slots = in_child(
+            CUDA
+            | dict(model_path=target, speculative_algorithm="DDTREE", speculative_draft_model_path=drafter,
+                   speculative_num_draft_tokens=ROWS, mem_fraction_static=0.5),
+            peaks,
+        )  # fmt: skip
+
+    def test_sampling_takes_little_beside_the_logits(self):
+        whole = REQUESTS * ROWS * VOCABULARY * 4
+        for case, taken in self.sampling.items():
+            print(f"{case}: {taken / 1e6:.0f} MB beside logits of {whole / 1e6:.0f} MB")
+            self.assertLess(taken, 700e6, case)
+
+    def test_graphs_hold_one_prefix_a_request(self):
+        self.assertEqual(self.slots, [8, 8])  # cuda_graph_max_bs_decode
+
+
+if __name__ == "__main__":
+    unittest.main()
