@@ -157,6 +157,59 @@ class TestRefusals(ArgumentsCase):
                 self.refused(f"--{flag.replace('_', '-')}: expected", **{flag: value})
 
 
+class TestVerifyMemory(ArgumentsCase):
+    """What the default of --mem-fraction-static leaves for the verify, on a device of 80 GB."""
+
+    capacity = 80 * 1024.0  # MB
+
+    def fraction(self, **arguments):
+        """Resolved; and upstream's own, by the same arguments without DDTREE."""
+        common = dict(device="cuda", attention_backend="triton", max_running_requests=48) | arguments
+        with (
+            patch("sglang.srt.utils.common.get_device_memory_capacity", lambda device=None: self.capacity),
+            patch(
+                "sglang.srt.arg_groups.memory_hook.get_device_memory_capacity",
+                lambda device=None: self.capacity,
+            ),
+        ):
+            own = resolved_view(self.resolve(**common)).mem_fraction_static
+            rows = ("speculative_num_draft_tokens", "speculative_eagle_topk")
+            plain = dict.fromkeys(("speculative_algorithm", "speculative_draft_model_path", *rows))
+            return own, resolved_view(self.resolve(**common | plain)).mem_fraction_static
+
+    def set_vocabulary(self, size):
+        (self.model / "config.json").write_text(json.dumps(MODEL | dict(vocab_size=size)))
+
+    def test_logits(self):
+        self.set_vocabulary(152_000)
+        for rows in (32, 64):
+            own, upstream = self.fraction(speculative_num_draft_tokens=rows)
+            logits = 48 * rows * 152_000 * (4 + 2) / 2**20
+            self.assertAlmostEqual(upstream - own, logits / self.capacity, delta=0.001)
+
+    def test_activations_past_a_prefill_chunk(self):
+        arguments = dict(speculative_num_draft_tokens=256, speculative_eagle_topk=32, max_running_requests=64)
+        own, upstream = self.fraction(chunked_prefill_size=4096, **arguments)
+        self.assertAlmostEqual(upstream - own, (64 * 256 - 4096) * 1.5 / self.capacity, delta=0.001)
+
+    def test_a_named_one_stays(self):
+        self.set_vocabulary(152_000)
+        self.assertEqual(self.fraction(mem_fraction_static=0.8)[0], 0.8)
+
+    def test_where_the_pool_is_sized_after_capture(self):
+        self.set_vocabulary(152_000)
+        with patch.object(contract, "post_capture_kv_sizing_planned", lambda args: True):
+            own, upstream = self.fraction()
+        self.assertEqual(own, upstream)
+
+    def test_more_than_there_is(self):
+        self.set_vocabulary(152_000)
+        with self.assertRaisesRegex(ValueError, "^DDTREE: --max-running-requests x .* got 512 x 256"):
+            self.fraction(
+                max_running_requests=512, speculative_num_draft_tokens=256, speculative_eagle_topk=32
+            )
+
+
 class TestAttentionBackends(ArgumentsCase):
     """Which backend prefills, which verifies, and what is refused; on CUDA, which the arguments do not need to be there."""
 

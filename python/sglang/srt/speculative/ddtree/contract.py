@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import logging
 
-from sglang.srt.arg_groups.overrides import attention_backends_of
+from sglang.srt.arg_groups.overrides import (
+    attention_backends_of,
+    model_config_of,
+    post_capture_kv_sizing_planned,
+)
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -95,6 +99,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         server_args.speculative_draft_attention_backend = DRAFT_BACKENDS[server_args.device.split(":")[0]]
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+        reserve_verify_memory(server_args)
 
 
 def choose_attention_backends(args) -> None:
@@ -278,6 +283,46 @@ def resolve_widths(args) -> None:
     args.speculative_eagle_topk = candidates
     args.speculative_dflash_block_size = block
     args.speculative_num_draft_tokens = rows
+
+
+def reserve_verify_memory(args) -> None:
+    """Lowers the default of --mem-fraction-static by what a verify takes and upstream leaves no room for.
+
+    Upstream (0.5.23) reserves 1.5 MB a token of a prefill chunk, for activations, and little for a decoding graph. A verify
+    has b * N tokens, and logits at each of them: in float32, what the graphs write into, and before in the model's
+    dtype. A fraction that the user named stays, and so does one where the KV pool is sized after capture, as then all
+    of it is there to be measured.
+
+    Raises:
+        ValueError: it takes more than upstream leaves for weights and KV cache.
+    """
+    from sglang.srt.utils.common import get_device_memory_capacity
+
+    if args.device.split(":")[0] != "cuda" or args._raw_input["mem_fraction_static"] is not None:
+        return
+    capacity = get_device_memory_capacity(args.device)
+    if capacity is None or post_capture_kv_sizing_planned(args):
+        return
+    tokens = args.max_running_requests * args.speculative_num_draft_tokens
+    chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else args.max_prefill_tokens
+    needed = tokens * model_config_of(args).vocab_size * 6 / (1 << 20) + 1.5 * max(
+        0, tokens - max(chunk, 2048)
+    )
+    fraction = round(args.mem_fraction_static - needed / capacity, 3)
+    if fraction <= 0:
+        raise ValueError(
+            "DDTREE: --max-running-requests x --speculative-num-draft-tokens: expected a verify that leaves room for the "
+            f"model, got {args.max_running_requests} x {args.speculative_num_draft_tokens}, {needed:.0f} MB of "
+            f"{capacity:.0f}: lower one of them, or name --mem-fraction-static."
+        )
+    logger.info(
+        "DDTREE: --mem-fraction-static %.3f instead of %.3f: the verify of %d rows takes %.0f MB.",
+        fraction,
+        args.mem_fraction_static,
+        tokens,
+        needed,
+    )
+    args.mem_fraction_static = fraction
 
 
 def _drafter_block_size(args) -> int:
