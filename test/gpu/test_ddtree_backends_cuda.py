@@ -77,7 +77,8 @@ class TestPrefillBackendCuda(unittest.TestCase):
         print(f"{name}: {ties} of {len(flat[name])} tokens tie; largest gaps {flat[name][:4]}, "
               f"plain decoding's own {flat['plain'][:4]}; {accepted} accepted")  # fmt: skip
         self.assertEqual(classes, ["HybridAttnBackend", prefill, "DDTreeTritonAttnBackend"])
-        self.assertLessEqual(flat[name][0], max(TIE, 2 * flat["plain"][0]))
+        # The judge's prefix is Triton's, the answer's another backend's: two roundings, where there is one in TIE.
+        self.assertLessEqual(flat[name][0], 2 * TIE)
         self.assertLess(ties, len(flat[name]) // 10)
         self.assertEqual(before, after, "KV slots leaked")
         self.assertGreaterEqual(accepted, least_accepted)
