@@ -86,7 +86,7 @@ class TestMemory(unittest.TestCase):
         whole = REQUESTS * ROWS * VOCABULARY * 4
         for case, taken in self.sampling.items():
             print(f"{case}: {taken / 1e6:.0f} MB beside logits of {whole / 1e6:.0f} MB")
-            self.assertLess(taken, 700e6, case)
+            self.assertLess(taken, 900e6, case)
 
     def test_graphs_hold_one_prefix_a_request(self):
         self.assertEqual(self.slots, [8, 8])  # cuda_graph_max_bs_decode

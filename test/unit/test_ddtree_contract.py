@@ -156,6 +156,10 @@ class TestRefusals(ArgumentsCase):
             with self.subTest(flag):
                 self.refused(f"--{flag.replace('_', '-')}: expected", **{flag: value})
 
+    def test_window_layers_get_no_pool_of_their_own(self):
+        """gpt-oss and its like: tree rows move in one slot for all layers."""
+        self.assertTrue(resolved_view(self.resolve()).disable_hybrid_swa_memory)
+
 
 class TestVerifyMemory(ArgumentsCase):
     """What the default of --mem-fraction-static leaves for the verify, on a device of 80 GB."""
@@ -626,6 +630,14 @@ class TestPool(CustomTestCase):
         pool = type("MHATokenToKVPool", (), dict(kv_cache_layout="hnd"))()
         with self.assertRaisesRegex(ValueError, "^DDTREE: KV pool: expected the layout 'nhd'.*'hnd'"):
             kv_buffers(pool)
+
+    def test_other_pools_are_refused(self):
+        from sglang.srt.speculative.ddtree.verify import kv_buffers
+
+        with self.assertRaisesRegex(
+            ValueError, "^DDTREE: KV pool: expected .* got SWAKVPool, .*without DDTREE"
+        ):
+            kv_buffers(type("SWAKVPool", (), {})())
 
 
 class TestSplitBackend(CustomTestCase):

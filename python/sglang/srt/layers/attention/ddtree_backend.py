@@ -383,7 +383,7 @@ def with_tree_verify(backend, runner, *, mode: str, rows: int):
     """
     if runner.use_mla_backend and runner.prefill_attention_backend_str == "torch_native":
         raise ValueError(
-            "DDTREE: --prefill-attention-backend: expected one that prefills MLA, got 'torch_native'."
+            "DDTREE: --prefill-attention-backend: expected one that prefills MLA, such as 'triton', got 'torch_native'."
         )
     if isinstance(backend, HybridAttnBackend):
         backend.decode_backend = with_tree_verify(backend.decode_backend, runner, mode=mode, rows=rows)
@@ -393,7 +393,8 @@ def with_tree_verify(backend, runner, *, mode: str, rows: int):
         front = TorchNativeTreeVerify
         if reasons:
             raise ValueError(
-                f"DDTREE: target model: expected attention that the tree ops cover, got {reasons}."
+                f"DDTREE: target model: expected attention that the tree ops cover, got {reasons}: on CUDA, Triton would "
+                "verify it."
             )
     elif type(backend).__name__ == "TritonAttnBackend":  # its module needs Triton
         front = TritonTreeVerify
@@ -402,7 +403,8 @@ def with_tree_verify(backend, runner, *, mode: str, rows: int):
             mode = "triton"
     else:
         raise ValueError(
-            f"DDTREE: attention backend: expected Triton's or torch's, got {type(backend).__name__}."
+            f"DDTREE: attention backend: expected Triton's or torch's, got {type(backend).__name__}: leave "
+            "--decode-attention-backend out."
         )
     fronted = _front(front, backend)
     fronted._install(runner=runner, mode=mode, rows=rows)

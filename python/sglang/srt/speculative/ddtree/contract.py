@@ -93,6 +93,8 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         refuse_server_args(server_args)
         choose_attention_backends(server_args)
         resolve_widths(server_args)
+        # A pool of their own for layers with a window has other slots there, and tree rows move in one for all layers.
+        server_args.disable_hybrid_swa_memory = True
         if server_args.device == "cpu":
             # Upstream's overlap scheduling needs device streams.
             server_args.disable_overlap_schedule = True
@@ -129,7 +131,7 @@ def choose_attention_backends(args) -> None:
         if value not in fit:
             raise ValueError(
                 f"DDTREE: --{flag.replace('_', '-')}: expected one of {list(fit)} on {device}, got {value!r}: "
-                f"{UNFIT_BACKENDS.get(value, 'not for this device, or not tried')}."
+                f"{UNFIT_BACKENDS.get(value, 'not for this device, or not tried')}. Left out, {base} prefills."
             )
     args.attention_backend = args.prefill_attention_backend = prefill
     args.decode_attention_backend = base
@@ -149,10 +151,14 @@ def refuse_server_args(args) -> None:
     """
     device = args.device.split(":")[0]
     if device not in BASE_BACKENDS:
-        raise ValueError(f"DDTREE: --device: expected one of {sorted(BASE_BACKENDS)}, got {args.device!r}.")
+        raise ValueError(
+            f"DDTREE: --device: expected one of {sorted(BASE_BACKENDS)}, got {args.device!r}: the tree ops are built for "
+            "these."
+        )
     if args.speculative_draft_model_path is None:
         raise ValueError(
-            "DDTREE: --speculative-draft-model-path: expected the path of a DFlash drafter, got none."
+            "DDTREE: --speculative-draft-model-path: expected the path of a DFlash drafter, got none: DDTREE has no "
+            "drafter of its own."
         )
     for flag, value, only, reason in (
         ("--pp-size", args.pp_size, 1, "the drafter reads target layers of every stage"),
@@ -226,18 +232,20 @@ def refuse_server_args(args) -> None:
         ),
     ):
         if value != only:
-            raise ValueError(f"DDTREE: {flag}: expected {only!r}, got {value!r}: {reason}.")
+            raise ValueError(
+                f"DDTREE: {flag}: expected {only!r}, got {value!r}: {reason}. Leave it out, or serve without DDTREE."
+            )
     draft_backend = args.speculative_draft_attention_backend
     if draft_backend not in (None, DRAFT_BACKENDS[device]):
         # Others take --speculative-eagle-topk above 1 to mean that the draft block is a tree.
         raise ValueError(
             f"DDTREE: --speculative-draft-attention-backend: expected {DRAFT_BACKENDS[device]!r} on {device}, got "
-            f"{draft_backend!r}."
+            f"{draft_backend!r}, which reads its block otherwise: leave it out."
         )
     if device == "cpu" and args.speculative_ddtree_verify != "native":
         raise ValueError(
             "DDTREE: --speculative-ddtree-verify: expected 'native' on a CPU, where Triton is not, got "
-            f"{args.speculative_ddtree_verify!r}."
+            f"{args.speculative_ddtree_verify!r}: leave it out."
         )
 
 
@@ -258,7 +266,9 @@ def resolve_widths(args) -> None:
         ("--speculative-eagle-topk", candidates, 1, MAX_CANDIDATES),
     ):
         if not low <= value <= high:
-            raise ValueError(f"DDTREE: {flag}: expected {low} to {high}, got {value}.")
+            raise ValueError(
+                f"DDTREE: {flag}: expected {low} to {high}, got {value}: the tree ops hold no more."
+            )
     if block > rows:
         logger.warning(
             "DDTREE: a tree of %d rows is at most %d deep: drafting %d positions, not %d.",
@@ -347,7 +357,7 @@ def refuse_request(req) -> str | None:
         req.custom_logit_processor = None
         return "DDTREE does not support custom_logit_processor: it sees a request, not a tree node's history."
     if req.return_sampling_mask:
-        return "DDTREE does not support return_sampling_mask."
+        return "DDTREE does not support return_sampling_mask: it samples at every node of a tree."
     if req.return_hidden_states:
         return "DDTREE does not support return_hidden_states: tree rows are not in the order of the output."
     return None

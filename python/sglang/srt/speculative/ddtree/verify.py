@@ -130,4 +130,8 @@ def kv_buffers(pool) -> KVBuffers:
         return KVBuffers.of([*pool.k_buffer, *pool.v_buffer])
     if name == "MLATokenToKVPool":
         return KVBuffers.of(pool.kv_buffer)
-    raise ValueError(f"DDTREE: KV pool: expected MHATokenToKVPool or MLATokenToKVPool, got {name}.")
+    raise ValueError(
+        f"DDTREE: KV pool: expected MHATokenToKVPool or MLATokenToKVPool, got {name}, whose layers keep more than a row a slot "
+        "or have slots of their own: drop the argument that asks for it (--help: KV cache), or serve this model without "
+        "DDTREE."
+    )

@@ -71,12 +71,12 @@ class DDTreeWorker(DFlashWorkerV2):
         if mambaish_config(self.model_runner.model_config) is not None:
             raise ValueError(
                 "DDTREE: target model: expected attention layers only, got recurrent ones, whose state "
-                "follows a chain and not a tree's path."
+                "follows a chain and not a tree's path: serve it without DDTREE."
             )
         if self.selector is not None or self.lilicorr is not None or self._is_domino:
             raise ValueError(
                 "DDTREE: drafter: expected a plain DFlash head, whose marginals do not depend on the path, "
-                "got a selector, LiLiCorr or Domino head."
+                "got a selector, LiLiCorr or Domino head: --speculative-algorithm DFLASH runs it."
             )
 
     def _embed_block(self, ids: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ class DDTreeWorker(DFlashWorkerV2):
         lm_head = unwrap_lora_layer(getattr(self.model_runner.model, "lm_head", None))
         if lm_head is None:
             raise ValueError(
-                "DDTREE: target model: expected an lm_head that the drafter can borrow, got none."
+                "DDTREE: target model: expected an lm_head that the drafter can borrow, got none: serve it without DDTREE."
             )
         self.builder = TreeBuilder(
             lm_head=lm_head,
