@@ -222,8 +222,11 @@ class TestDDTreeCuda(unittest.TestCase):
             self.fail(f"{name}: {result}")
         return result
 
-    def agree(self, name, least_accepted, plain="plain"):
-        """Every token is plain decoding's first choice after the same tokens, or ties with it."""
+    def agree(self, name, least_accepted, plain="plain", tie=TIE):
+        """Every token is the first choice of a prefill over the same tokens, or ties with it.
+
+        tie: largest gap of a tie; None: of an fp8 cache, which plain decoding's own answers measure.
+        """
         _, accepted, (before, after) = self.result(name)[:3]
         judged = self.result(plain)[4]
         flat = {
@@ -232,7 +235,7 @@ class TestDDTreeCuda(unittest.TestCase):
         ties = sum(gap > 0 for gap in flat[name])
         print(f"{name}: {ties} of {len(flat[name])} tokens tie; largest gaps {flat[name][:4]}, "
               f"plain decoding's own {flat['plain'][:4]}")  # fmt: skip
-        self.assertLessEqual(flat[name][0], max(TIE, 2 * flat["plain"][0]))
+        self.assertLessEqual(flat[name][0], tie or 2 * flat["plain"][0])
         self.assertLess(ties, len(flat[name]) // 10)
         self.assertEqual(before, after, "KV slots leaked")
         self.assertGreaterEqual(accepted, least_accepted)
@@ -248,7 +251,7 @@ class TestDDTreeCuda(unittest.TestCase):
         self.agree("mla", 30, plain="mla plain")
 
     def test_fp8_kv(self):
-        self.agree("fp8", 30, plain="fp8 plain")
+        self.agree("fp8", 30, plain="fp8 plain", tie=None)
 
     def test_mixed_prefill(self):
         self.agree("mixed prefill", 50)
@@ -257,9 +260,10 @@ class TestDDTreeCuda(unittest.TestCase):
         self.agree("unscaled", 50)
 
     def test_fp8_checkpoint_with_scales_and_fp8_kv(self):
-        self.agree("scaled", 30, plain="scaled plain")
+        self.agree("scaled", 30, plain="scaled plain", tie=None)
 
     def test_sinks_and_sliding_windows(self):
+        """As in prefill: the decode kernel of SGLang 0.5.23 on Triton sees one token less of a window than its prefill."""
         self.agree("sinks", 20, plain="sinks plain")
 
     def test_no_overlap(self):
