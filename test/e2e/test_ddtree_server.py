@@ -8,7 +8,7 @@ import unittest
 from pathlib import Path
 
 import requests
-from ddtree_host import write_models
+from ddtree_host import MASK_TOKEN, SYMBOLS, write_models
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.utils import kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -19,6 +19,12 @@ register_cpu_ci(est_time=120, suite="e2e")
 PORT = int(os.environ.get("SGLANG_TEST_PORT", "21090")) + 7
 URL = f"http://127.0.0.1:{PORT}"
 PROMPT = [3, 10, 7, 12, 5, 9]
+
+
+def last_of(stream):
+    """The last event of a streamed answer."""
+    events = [line for line in stream.iter_lines() if line.startswith(b"data: {")]
+    return json.loads(events[-1][6:])
 
 
 class TestDDTreeServer(CustomTestCase):
@@ -70,17 +76,60 @@ class TestDDTreeServer(CustomTestCase):
     def test_stream_is_the_answer(self):
         whole = self.generate().json()
         self.assertEqual(whole["meta_info"]["completion_tokens"], 40)
-        last = None
-        for line in self.generate(stream=True).iter_lines():
-            if line.startswith(b"data: {"):
-                last = json.loads(line[6:])
-        self.assertEqual(last["text"], whole["text"])
+        self.assertEqual(last_of(self.generate(stream=True))["text"], whole["text"])
 
     def test_stop_string(self):
         whole = self.generate().json()["text"]
         stop = whole[12]
         stopped = self.generate(sampling_params={"stop": [stop]}).json()["text"]
         self.assertEqual(stopped, whole[: whole.index(stop)])
+
+    def test_stop_strings_of_several_tokens(self):
+        """Each ends where its last symbol comes, within a path or not; streamed as well, and counted as far as that."""
+        ids = self.generate().json()["output_ids"]
+        steps = self.generate().json()["meta_info"]["spec_verify_ct"]
+        self.assertLess(steps, 30, "few paths of more than one token")
+
+        def text(tokens):
+            return "".join(SYMBOLS[token] for token in tokens)
+
+        for start in range(0, 30, 6):
+            stop = text(ids[start : start + 3])
+            end = next(n for n in range(len(ids)) if stop in text(ids[:n]))
+            shown = "".join(
+                SYMBOLS[token] for token in ids[:end] if token > MASK_TOKEN
+            )  # without special tokens
+            for options in ({}, {"no_stop_trim": True}):
+                at = shown.find(stop)
+                cut = len(shown) if at < 0 else at + len(stop) * len(options)
+                for stream in (False, True):
+                    with self.subTest(stop=stop, stream=stream, **options):
+                        answer = self.generate(sampling_params={"stop": stop} | options, stream=stream)
+                        answer = last_of(answer) if stream else answer.json()
+                        self.assertEqual(answer["output_ids"], ids[:end])
+                        self.assertEqual(answer["text"], shown[:cut])
+                        self.assertEqual(
+                            answer["meta_info"]["finish_reason"], {"type": "stop", "matched": stop}
+                        )
+                        self.assertEqual(answer["meta_info"]["completion_tokens"], end)
+                        self.assertEqual(answer["meta_info"]["prompt_tokens"], len(PROMPT))
+
+    def test_stop_string_by_the_openai_api(self):
+        ids = self.generate().json()["output_ids"]
+        stop = "".join(SYMBOLS[token] for token in ids[8:11])
+        body = {
+            "model": "default",
+            "prompt": PROMPT,
+            "temperature": 0,
+            "max_tokens": 40,
+            "ignore_eos": True,
+            "stop": stop,
+        }
+        answer = requests.post(f"{URL}/v1/completions", json=body, timeout=300).json()
+        expected = self.generate(sampling_params={"stop": stop}).json()
+        self.assertEqual(answer["choices"][0]["text"], expected["text"])
+        self.assertEqual(answer["choices"][0]["finish_reason"], "stop")
+        self.assertEqual(answer["usage"]["completion_tokens"], expected["meta_info"]["completion_tokens"])
 
     def test_regex(self):
         text = self.generate(sampling_params={"regex": r"\[[01]{5}\]", "ignore_eos": False}).json()["text"]
