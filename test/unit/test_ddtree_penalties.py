@@ -128,6 +128,26 @@ class TestRowsOfATree(CustomTestCase):
             with self.subTest(at_once), patch.object(penalties, "LOGITS_AT_ONCE", at_once):
                 self.test_several_steps()
 
+    def test_all_requests_ask(self):
+        for req in self.requests:
+            req.sampling_params.presence_penalty += 0.5
+        self.test_some_requests_at_a_time()
+
+    def test_a_request_that_asks_for_nothing_costs_nothing(self):
+        seen = []
+
+        def watched(each, options, stops, pool_rows, *rest):
+            seen.extend(pool_rows.tolist())
+
+        self.begin(self.requests, self.pool_rows)
+        with patch.object(self.penalties, "_apply", watched):
+            trees = self.trees(torch.zeros(len(OPTIONS), dtype=torch.int64), 8)
+            logits = torch.zeros(len(OPTIONS) * 8, VOCABULARY)
+            options = self.penalties.options(self.requests)
+            info = SimpleNamespace(acc_additive_penalties=None)
+            self.penalties.apply(logits, options, info, self.pool_rows, trees, trees.depths.flatten())
+        self.assertEqual(seen, [row for row, asked in zip(self.pool_rows.tolist(), OPTIONS) if asked])
+
     def check_sampler(self, info, requests, outputs):
         """What begin() handed the sampler, applied as upstream does: additive first."""
         for i, (req, output) in enumerate(zip(requests, outputs)):

@@ -20,11 +20,13 @@ class Options:
     Attributes:
         columns: [b, 1] float32 on the device, by the name of the sampling parameter.
         prompt_lens: [b, 1] int64 on the device.
+        asking: which requests ask for any, on the host.
         frequency, presence, repetition, minimum: whether any request asks for it.
     """
 
     columns: dict[str, torch.Tensor]
     prompt_lens: torch.Tensor
+    asking: list[int]
     frequency: bool
     presence: bool
     repetition: bool
@@ -41,15 +43,17 @@ class Options:
     def of(cls, reqs: list, device) -> Options | None:
         """The options of a batch's requests; None if none of them asks for any. Waits for nothing."""
         values = [[getattr(req.sampling_params, name) for req in reqs] for name in cls.NEUTRAL]
-        used = [any(v != neutral for v in row) for row, neutral in zip(values, cls.NEUTRAL.values())]
+        asked = [[v != neutral for v in row] for row, neutral in zip(values, cls.NEUTRAL.values())]
+        used = [any(row) for row in asked]
         if not any(used):
             return None
+        asking = [i for i, any_of in enumerate(zip(*asked)) if any(any_of)]
         table = async_h2d(values, dtype=torch.float32, device=device)
         prompts = async_h2d([len(req.origin_input_ids) for req in reqs], dtype=torch.int64, device=device)
-        return cls(dict(zip(cls.NEUTRAL, table.unsqueeze(-1))), prompts[:, None], *used)
+        return cls(dict(zip(cls.NEUTRAL, table.unsqueeze(-1))), prompts[:, None], asking, *used)
 
-    def of_requests(self, part: slice) -> Options:
-        """The options of some of the requests."""
+    def of_requests(self, part: slice | torch.Tensor) -> Options:
+        """The options of some of the requests, chosen by a slice or an index; `asking` stays that of the batch."""
         columns = {name: column[part] for name, column in self.columns.items()}
         return replace(self, columns=columns, prompt_lens=self.prompt_lens[part])
 
@@ -121,7 +125,7 @@ class OutputPenalties:
         return options
 
     def apply(self, logits, options: Options, sampling_info, pool_rows, trees, positions) -> None:
-        """Penalizes the target's logits at every row of the trees, in place.
+        """Penalizes the target's logits at every row of the trees, in place; those of requests that ask for it.
 
         Args:
             logits: [b * N, vocabulary].
@@ -136,10 +140,14 @@ class OutputPenalties:
         positions = positions.view(b, rows, 1)
         stops = sampling_info.acc_additive_penalties
         at_once = max(1, LOGITS_AT_ONCE // (rows * each.shape[2]))
-        for first in range(0, b, at_once):
+        count = len(options.asking)
+        index = None if count == b else async_h2d(options.asking, dtype=torch.int64, device=self._device)
+        for first in range(0, count, at_once):
             part = slice(first, first + at_once)
+            part = part if index is None else index[part]
+            chosen = each[part]
             self._apply(
-                each[part],
+                chosen,
                 options.of_requests(part),
                 None if stops is None else stops[part],
                 pool_rows[part],
@@ -147,6 +155,8 @@ class OutputPenalties:
                 trees.ancestors[part],
                 positions[part],
             )
+            if index is not None:  # then it is a copy
+                each[part] = chosen
 
     def _apply(self, each, options: Options, stops, pool_rows, tokens, ancestors, positions) -> None:
         """apply() for some of the requests: each [b, N, vocabulary], positions [b, N, 1]."""
