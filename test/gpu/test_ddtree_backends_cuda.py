@@ -94,7 +94,8 @@ class TestPrefillBackendCuda(unittest.TestCase):
               f"plain decoding's own {flat['plain'][:4]}; {accepted} accepted")  # fmt: skip
         self.assertEqual(classes, ["HybridAttnBackend", prefill, "DDTreeTritonAttnBackend"])
         # The judge's prefix is Triton's, the answer's another backend's: two roundings, where there is one in TIE.
-        self.assertLessEqual(flat[name][0], max(2 * TIE, 2 * flat["plain"][0]))
+        most = max(2 * TIE, 2 * flat["plain"][0]) if variant == "fp8" else 2 * TIE
+        self.assertLessEqual(flat[name][0], most)
         self.assertLess(ties, len(flat[name]) // 10)
         self.assertEqual(before, after, "KV slots leaked")
         self.assertGreaterEqual(accepted, least_accepted)
