@@ -13,6 +13,7 @@ shape of the batch; plain decoding's own answers are judged in the same way for 
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -60,6 +61,7 @@ def measure(server, prompts, batches: list[int], counts: list[int], tokens: int)
     for batch, count in zip(batches, counts):
         chosen = prompts[:: max(1, len(prompts) // count)][:count]
         answer_all(server, chosen[: 2 * batch], batch, WARM_UP)
+        server.forget()
         answers, seconds = answer_all(server, chosen, batch, tokens)
         made = sum(a["meta_info"]["completion_tokens"] for a in answers)
         steps = sum(a["meta_info"].get("spec_verify_ct", 0) for a in answers) or made - len(answers)
@@ -116,6 +118,9 @@ def main() -> None:
         "--counts", type=int, nargs="+", default=[20, 65, 260], help="prompts at each batch size"
     )
     parser.add_argument("--tokens", type=int, default=200, help="of each answer, at most")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="measurements of every server, in turn, to see the spread"
+    )
     parser.add_argument("--judge", nargs="*", default=None, help="cases to compare with plain decoding (all)")
     args = parser.parse_args()
     if len(args.batches) != len(args.counts):
@@ -145,13 +150,13 @@ def main() -> None:
     )  # fmt: skip
     print(f"{len(servers)} of {len(args.cases)} servers in {time.monotonic() - began:.0f} s", flush=True)
     outputs = {}
-    for case, server in servers.items():
+    for number, (case, server) in itertools.product(range(args.rounds), servers.items()):
         try:
             rows, outputs[case] = measure(server, prompts, args.batches, args.counts, args.tokens)
         except Exception as error:
             print(f"{case}: {error!r}\n{server.log.read_text()[-3000:]}", file=sys.stderr, flush=True)
             continue
-        result["results"] += [dict(case=case) | row for row in rows]
+        result["results"] += [dict(case=case, round=number) | row for row in rows]
         save()
         for row in rows:
             print(

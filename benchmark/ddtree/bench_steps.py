@@ -1,7 +1,6 @@
 """Speed and acceptance of plain decoding, DFLASH and DDTREE at several widths and batch sizes.
 
 In upstream's own event loop, with graphs and overlap scheduling on; HTTP, tokenizer and detokenizer are not in the time.
-With --prompts, the models' weights and those prompts; without, random weights, for the time of a step alone.
 
     python benchmark/ddtree/bench_steps.py --model DIR --drafter DIR --prompts ids.json --output results/GPU-DATE.json
 """
@@ -20,18 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "test" / "e2e"))
 from ddtree_host import Child  # noqa: E402
 
-PROMPT = 64  # tokens of a made-up prompt
-
 
 def measure(host, turn, given, batches, tokens) -> list[dict]:
     """Time and acceptance at each batch size; `turn` lets one process at a time use the device."""
     rows = []
     with turn:
         for batch in batches:
-            vocabulary = host.scheduler.model_config.vocab_size
-            prompts = given[: max(batch, 6)] if given else [
-                [(17 * i + 31 * j) % (vocabulary - 3) + 3 for j in range(PROMPT)] for i in range(batch)
-            ]  # fmt: skip
+            prompts = given[: max(batch, 6)]
             groups = [prompts[i : i + batch] for i in range(0, len(prompts) // batch * batch, batch)]
             host.generate(
                 groups[0], temperature=0, max_new_tokens=24, ignore_eos=True
@@ -61,12 +55,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="folder with the target's config.json")
-    parser.add_argument("--drafter", required=True, help="folder with the drafter's config.json")
+    parser.add_argument("--model", required=True, help="folder of the target")
+    parser.add_argument("--drafter", required=True, help="folder of the drafter")
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32, 64], help="tree rows N")
-    parser.add_argument(
-        "--prompts", type=Path, help="JSON, token ids of prompts: real weights; else random ones"
-    )
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON, token ids of prompts")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=160, help="of each answer")
     parser.add_argument("--device", default="cuda")
@@ -75,16 +67,12 @@ def main() -> None:
     args = parser.parse_args()
 
     cuda = args.device == "cuda"
-    plain = dict(model_path=args.model, device=args.device,
-                 load_format="auto" if args.prompts else "dummy", max_total_tokens=16384,
+    plain = dict(model_path=args.model, device=args.device, max_total_tokens=16384,
                  max_running_requests=16, mem_fraction_static=0.8 if cuda else 0.5, context_length=2048) | (
         dict(dtype="bfloat16", attention_backend="triton", cuda_graph_max_bs_decode=16,
              cuda_graph_backend_prefill="disabled") if cuda else dict(dtype="float32")
     )  # fmt: skip
-    spec = plain | dict(
-        speculative_draft_model_path=args.drafter,
-        speculative_draft_load_format="auto" if args.prompts else "dummy",
-    )
+    spec = plain | dict(speculative_draft_model_path=args.drafter)
     if cuda:
         spec["speculative_draft_attention_backend"] = "triton"
     cases = {("none", None, None): plain}
@@ -103,7 +91,7 @@ def main() -> None:
         )  # fmt: skip
 
     turn = multiprocessing.get_context("spawn" if cuda else "fork").Lock()
-    given = json.loads(args.prompts.read_text()) if args.prompts else None
+    given = json.loads(args.prompts.read_text())
     children = {
         case: Child(arguments, measure, turn, given, args.batches, args.tokens)
         for case, arguments in cases.items()
@@ -139,9 +127,7 @@ def main() -> None:
                 torch=torch.__version__,
                 commit=commit,
                 command=" ".join(sys.argv),
-                prompt=PROMPT,
                 tokens=args.tokens,
-                weights="real" if given else "random",
                 results=results,
             ),
             indent=1,

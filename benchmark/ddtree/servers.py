@@ -146,6 +146,14 @@ class Server:
             raise requests.HTTPError(f"{answer.status_code}: {answer.text[:300]}", response=answer)
         return answer.json()
 
+    def forget(self) -> None:
+        """Empties its cache of prefixes, so that each measurement prefills for itself.
+
+        Raises:
+            requests.HTTPError: it does not become idle.
+        """
+        requests.post(f"{self.url}/flush_cache", params={"timeout": 20}, timeout=60).raise_for_status()
+
     def gaps(self, prompt: list[int], output: list[int], *, session=requests) -> list[float]:
         """How far each output token is from the one that this server would have chosen after the same tokens.
 
