@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from array import array
 from pathlib import Path
 
@@ -330,6 +331,21 @@ class SchedulerHost:
         return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
 
 
+_ports = iter(range(24000 + os.getpid() % 6000, 32000))  # below the ephemeral ones
+
+
+def unused_port() -> int:
+    """A port that nobody listens at, and that this process hands out once: its children start at the same time."""
+    for port in _ports:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no port below 32000 is free")
+
+
 class Child:
     """A SchedulerHost in a process of its own, running job(host, *args); the result must pickle. A job with a method
     `before` has it called before the host is made.
@@ -341,6 +357,7 @@ class Child:
     def __init__(self, arguments: dict, job, *args):
         import multiprocessing
 
+        arguments = {"nccl_port": unused_port()} | arguments
         forked = arguments.get("device", "cpu") == "cpu"
         if forked:
             import sglang.srt.managers.scheduler  # noqa: F401  imported before the fork
@@ -392,10 +409,6 @@ def in_child(arguments: dict, job, *args):
 
 def in_ranks(arguments: dict, job, *args) -> list:
     """The results of the Children of a tensor-parallel group, by rank. They run the same job."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        arguments = arguments | {"nccl_port": probe.getsockname()[1]}
+    arguments = arguments | {"nccl_port": unused_port()}
     children = [Child(arguments | {"rank": rank}, job, *args) for rank in range(arguments["tp_size"])]
     return [child.result() for child in children]
