@@ -257,11 +257,37 @@ def stops(host):
     return list(zip(ways, outputs, reasons)), inside
 
 
+class _Windows:
+    """greedy() of a model whose layers 0 and 2 see 16 tokens before a row, which it does not tell, as Laguna; and the window
+    that the target's runner has for its attention backends.
+    """
+
+    def before(self):
+        from sglang.srt.models import llama
+
+        class Windowed(llama.RadixAttention):
+            def __init__(self, *args, layer_id, **options):
+                super().__init__(*args, layer_id=layer_id, **options)
+                self.sliding_window_size = 16 if layer_id != 1 else -1
+
+        llama.RadixAttention = Windowed
+
+    def __call__(self, host):
+        return *greedy(host), host.scheduler.tp_worker.model_runner.sliding_window_size
+
+
 class TestFeatures(DDTreeCase):
     arguments = {"speculative_num_draft_tokens": 32}
 
     def both(self, job, *args):
         return in_child(self.plain, job, *args), in_child(self.tree | self.arguments, job, *args)
+
+    def test_sliding_windows(self):
+        plain, tree = self.both(_Windows())
+        self.assertEqual(tree[0], plain[0])
+        self.assertNotEqual(plain[0], in_child(self.plain, greedy)[0], "the windows change nothing")
+        self.assertGreater(tree[2], 50)
+        self.assertEqual((plain[-1], tree[-1]), (None, 16))
 
     def test_radix_cache_sees_compacted_kv(self):
         self.check_cache()

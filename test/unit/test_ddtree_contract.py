@@ -157,8 +157,13 @@ class TestRefusals(ArgumentsCase):
                 self.refused(f"--{flag.replace('_', '-')}: expected", **{flag: value})
 
     def test_window_layers_get_no_pool_of_their_own(self):
-        """gpt-oss and its like: tree rows move in one slot for all layers."""
-        self.assertTrue(resolved_view(self.resolve()).disable_hybrid_swa_memory)
+        """gpt-oss and its like: tree rows move in one slot of all layers; and the user is told what it costs."""
+        with patch.object(contract, "model_config_of", lambda args: SimpleNamespace(is_hybrid_swa=True)):
+            with self.assertLogs(contract.logger, "WARNING") as logs:
+                self.assertTrue(resolved_view(self.resolve()).disable_hybrid_swa_memory)
+        self.assertIn("keep the KV of the whole context", logs.output[0])
+        with self.assertNoLogs(contract.logger, "WARNING"):
+            self.resolve()
 
 
 class TestVerifyMemory(ArgumentsCase):
@@ -610,6 +615,46 @@ class TestTreeAttention(CustomTestCase):
         self.check(store=torch.float8_e4m3fn, scales=(0.5, 0.25))
 
 
+class TestTargetModel(CustomTestCase):
+    """What the worker reads off the target's layers."""
+
+    def layers(self, *layers):
+        """A model of RadixAttention layers of (heads, KV heads, head size, window)."""
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        return torch.nn.ModuleList(
+            RadixAttention(heads, size, 1.0, num_kv_heads=kv_heads, layer_id=i, sliding_window_size=window)
+            for i, (heads, kv_heads, size, window) in enumerate(layers)
+        )
+
+    def refuse(self, model, **runner):
+        from sglang.srt.speculative.ddtree.worker import DDTreeWorker
+
+        worker = DDTreeWorker.__new__(DDTreeWorker)
+        worker.model_runner = SimpleNamespace(model=model, model_config=None, **runner)
+        worker.selector, worker.lilicorr, worker._is_domino = None, None, False
+        with patch("sglang.srt.speculative.ddtree.worker.mambaish_config", lambda config: None):
+            worker._refuse_models()
+
+    def test_layers_of_several_kv_shapes_are_refused(self):
+        """Gemma 4 and MiMo-V2: one pool cannot hold them."""
+        alike = self.layers((8, 2, 64, -1), (16, 2, 64, 127))
+        self.refuse(alike, use_mla_backend=False)
+        differing = self.layers((8, 2, 64, -1), (8, 4, 128, 127))
+        with self.assertRaisesRegex(
+            ValueError,
+            r"^DDTREE: target model: .* of one shape .* got .* \[\(2, 64, 64\), \(4, 128, 128\)\]: serve",
+        ):
+            self.refuse(differing, use_mla_backend=False)
+        self.refuse(differing, use_mla_backend=True)  # absorbed and not: one latent
+
+    def test_widest_window(self):
+        from sglang.srt.layers.attention.ddtree_backend import widest_window
+
+        self.assertIsNone(widest_window(self.layers((8, 2, 64, -1), (8, 2, 64, None))))
+        self.assertEqual(widest_window(self.layers((8, 2, 64, 511), (8, 2, 64, -1), (8, 2, 64, 127))), 511)
+
+
 class TestPool(CustomTestCase):
     def test_packed_numbers_are_refused(self):
         """Their scales lie in buffers of their own."""
@@ -659,7 +704,7 @@ class TestSplitBackend(CustomTestCase):
             use_mla_backend=False, prefill_attention_backend_str="fa3", model=torch.nn.Module(), device="cpu",
             dtype=torch.float32, kv_cache_dtype=torch.float32,
         )  # fmt: skip
-        with self.assertRaisesRegex(ValueError, "expected Triton's or torch's, got SimpleNamespace"):
+        with self.assertRaisesRegex(ValueError, "^DDTREE: target model: .* got SimpleNamespace"):
             with_tree_verify(split, runner, mode="native", rows=8)
 
 

@@ -85,6 +85,17 @@ def verify_layers(model) -> list[RadixAttention]:
     return absorbed or layers
 
 
+def kv_shapes(model) -> list[tuple[int, int, int]]:
+    """(KV heads, d_qk, d_v) of a model's layers on this rank, each once."""
+    return sorted({layer_shape(layer)[1:] for layer in verify_layers(model)})
+
+
+def widest_window(model) -> int | None:
+    """The largest sliding window of a model's layers, in tokens that a row sees before itself; None: none has one."""
+    windows = [layer.sliding_window_size for layer in verify_layers(model)]
+    return max((window for window in windows if window not in (None, -1)), default=None)
+
+
 def chain_ancestors(rows: int, causal: bool, device) -> torch.Tensor:
     """Ancestor words of a block that is no tree.
 
@@ -403,8 +414,8 @@ def with_tree_verify(backend, runner, *, mode: str, rows: int):
             mode = "triton"
     else:
         raise ValueError(
-            f"DDTREE: attention backend: expected Triton's or torch's, got {type(backend).__name__}: leave "
-            "--decode-attention-backend out."
+            f"DDTREE: target model: expected attention that Triton's or torch's backend runs alone, got "
+            f"{type(backend).__name__}, which SGLang needs for it: serve it without DDTREE."
         )
     fronted = _front(front, backend)
     fronted._install(runner=runner, mode=mode, rows=rows)

@@ -93,8 +93,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         refuse_server_args(server_args)
         choose_attention_backends(server_args)
         resolve_widths(server_args)
-        # A pool of their own for layers with a window has other slots there, and tree rows move in one for all layers.
-        server_args.disable_hybrid_swa_memory = True
+        share_slots(server_args)
         if server_args.device == "cpu":
             # Upstream's overlap scheduling needs device streams.
             server_args.disable_overlap_schedule = True
@@ -102,6 +101,18 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
         reserve_verify_memory(server_args)
+
+
+def share_slots(args) -> None:
+    """Gives layers with a sliding window no KV pool of their own: it has other slots, and tree rows move in one slot of all
+    layers. The one pool keeps the whole context for each layer.
+    """
+    if model_config_of(args).is_hybrid_swa:
+        logger.warning(
+            "DDTREE: --disable-hybrid-swa-memory is on: layers with a sliding window keep the KV of the whole context, so "
+            "the pool holds fewer tokens than without DDTREE."
+        )
+    args.disable_hybrid_swa_memory = True
 
 
 def choose_attention_backends(args) -> None:

@@ -56,6 +56,10 @@ class DDTreeWorker(DFlashWorkerV2):
         with spec.override(speculative_num_draft_tokens=spec.speculative_dflash_block_size):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self._refuse_models()
+        if self.model_runner.sliding_window_size is None:
+            # Before the attention backends ask. Models that do not tell it themselves (Laguna, MiMo-V2) have it from the
+            # KV pool of layers with a window, which DDTREE does without: see contract.share_slots().
+            self.model_runner.sliding_window_size = ddtree_backend.widest_window(self.model_runner.model)
         self.speculative_num_draft_tokens = self.tree_rows
         self._kv = None
         self._on_cpu = torch.device(self.device).type == "cpu"
@@ -77,6 +81,12 @@ class DDTreeWorker(DFlashWorkerV2):
             raise ValueError(
                 "DDTREE: drafter: expected a plain DFlash head, whose marginals do not depend on the path, "
                 "got a selector, LiLiCorr or Domino head: --speculative-algorithm DFLASH runs it."
+            )
+        shapes = ddtree_backend.kv_shapes(self.model_runner.model)
+        if len(shapes) > 1 and not self.model_runner.use_mla_backend:
+            raise ValueError(
+                "DDTREE: target model: expected K and V of one shape in all layers, whose slots tree rows move in, got "
+                f"(heads, d_qk, d_v) {shapes}: serve it without DDTREE."
             )
 
     def _embed_block(self, ids: torch.Tensor) -> torch.Tensor:
