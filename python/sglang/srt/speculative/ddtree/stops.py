@@ -21,9 +21,9 @@ def stop_at_first(req, emitted: int) -> bool:
         upstream's order is that of the output, and when another algorithm serves.
     """
     options = req.sampling_params
-    if get_spec().speculative_algorithm != "DDTREE" or emitted < 2:
+    if emitted < 2 or not (options.stop_strs or options.stop_regex_strs):
         return False
-    if not (options.stop_strs or options.stop_regex_strs):
+    if get_spec().speculative_algorithm != "DDTREE":
         return False
     output = req.output_ids
     tokens = output[-emitted:]

@@ -104,7 +104,6 @@ def target_tokens(
         if keep_logits and index is None:
             chosen = chosen.clone()
         output = LogitsProcessorOutput(next_token_logits=chosen)
-        # The sampled token stands one position after its row.
         tokens[part] = sampler(output, of_rows(part), False, [], [], positions[part]).long()
     return tokens
 
