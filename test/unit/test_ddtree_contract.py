@@ -456,7 +456,7 @@ class TestGraphBuffers(CustomTestCase):
         table = torch.zeros(self.requests + 1, self.context + 2 * (rows or 0) + 1, dtype=torch.int32)
         runner = SimpleNamespace(
             device="cpu", model=torch.nn.ModuleList(), dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16,
-            req_to_token_pool=SimpleNamespace(req_to_token=table), use_mla_backend=False,
+            req_to_token_pool=SimpleNamespace(req_to_token=table), prefill_attention_backend_str="triton",
             model_config=SimpleNamespace(num_hidden_layers=2),
         )  # fmt: skip
         if rows is None:
@@ -688,12 +688,29 @@ class TestPool(CustomTestCase):
 class TestSplitBackend(CustomTestCase):
     """The front in the decoding half of upstream's split backend."""
 
-    def test_torch_does_not_prefill_mla(self):
-        from sglang.srt.layers.attention.ddtree_backend import with_tree_verify
+    def test_what_torch_does_not_prefill(self):
+        """MLA at all; caps and scales, which it would leave out."""
+        from sglang.srt.layers.attention.ddtree_backend import torch_lacks, with_tree_verify
+        from sglang.srt.layers.radix_attention import RadixAttention
 
-        runner = SimpleNamespace(use_mla_backend=True, prefill_attention_backend_str="torch_native")
-        with self.assertRaisesRegex(ValueError, "^DDTREE: --prefill-attention-backend: .* 'torch_native'"):
-            with_tree_verify(None, runner, mode="native", rows=8)
+        def runner(*, mla=False, cap=0.0, scale=None, cache=torch.float8_e4m3fn):
+            layer = RadixAttention(4, 64, 1.0, num_kv_heads=2, layer_id=0, logit_cap=cap)
+            layer.k_scale_float = layer.v_scale_float = scale
+            return SimpleNamespace(
+                use_mla_backend=mla, prefill_attention_backend_str="torch_native", kv_cache_dtype=cache,
+                model=torch.nn.ModuleList([layer]),
+            )  # fmt: skip
+
+        for options in ({}, {"scale": 1.0}, {"scale": 0.5, "cache": torch.bfloat16}):
+            self.assertEqual(torch_lacks(runner(**options)), [])
+        for options, text in (
+            ({"mla": True}, "MLA"), ({"cap": 50.0}, "capped attention logits"), ({"scale": 0.5}, "scales of K and V"),
+            ({"mla": True, "cap": 50.0}, "MLA and capped"),
+        ):  # fmt: skip
+            with self.assertRaisesRegex(
+                ValueError, f"^DDTREE: --prefill-attention-backend: .* {text}.* got 'torch_native'"
+            ):
+                with_tree_verify(None, runner(**options), mode="native", rows=8)
 
     def test_a_half_without_a_front_is_refused(self):
         from sglang.srt.layers.attention.ddtree_backend import HybridAttnBackend, with_tree_verify
@@ -701,7 +718,7 @@ class TestSplitBackend(CustomTestCase):
         split = HybridAttnBackend.__new__(HybridAttnBackend)
         split.decode_backend = SimpleNamespace()
         runner = SimpleNamespace(
-            use_mla_backend=False, prefill_attention_backend_str="fa3", model=torch.nn.Module(), device="cpu",
+            prefill_attention_backend_str="fa3", model=torch.nn.Module(), device="cpu",
             dtype=torch.float32, kv_cache_dtype=torch.float32,
         )  # fmt: skip
         with self.assertRaisesRegex(ValueError, "^DDTREE: target model: .* got SimpleNamespace"):

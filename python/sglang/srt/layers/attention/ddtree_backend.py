@@ -65,6 +65,19 @@ def not_covered(runner) -> list[str]:
     return reasons
 
 
+def torch_lacks(runner) -> list[str]:
+    """What of a runner's target SGLang's torch backend (0.5.23) leaves out of a prefill without a word, MLA aside."""
+    layers = verify_layers(runner.model)
+    lacks = {
+        "MLA": runner.use_mla_backend,
+        "capped attention logits": any(layer.logit_cap for layer in layers),
+        "scales of K and V other than 1": any(
+            is_scaled(layer) and takes_scales(layer, runner.kv_cache_dtype) for layer in layers
+        ),
+    }
+    return [what for what, there in lacks.items() if there]
+
+
 def is_scaled(layer) -> bool:
     """Whether a checkpoint's K and V are to be stored divided by scales other than 1.
 
@@ -392,9 +405,10 @@ def with_tree_verify(backend, runner, *, mode: str, rows: int):
     Raises:
         ValueError: the backend is none that tree verify can be laid over, or nothing covers the model's attention.
     """
-    if runner.use_mla_backend and runner.prefill_attention_backend_str == "torch_native":
+    if runner.prefill_attention_backend_str == "torch_native" and (lacks := torch_lacks(runner)):
         raise ValueError(
-            "DDTREE: --prefill-attention-backend: expected one that prefills MLA, such as 'triton', got 'torch_native'."
+            f"DDTREE: --prefill-attention-backend: expected one that prefills {' and '.join(lacks)}, such as 'triton' on "
+            "CUDA, got 'torch_native'."
         )
     if isinstance(backend, HybridAttnBackend):
         backend.decode_backend = with_tree_verify(backend.decode_backend, runner, mode=mode, rows=rows)
