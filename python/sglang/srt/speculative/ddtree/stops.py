@@ -12,6 +12,9 @@ def stop_at_first(req, emitted: int) -> bool:
     the request names them, and stop tokens last. With two stops in one step, such as the end of the turn and a newline
     after it, a later one can win, and what lies between them is answered.
 
+    If none is found here upstream looks at all new tokens at once. That shows it more text than plain decoding's look at
+    each token, so it can find a stop that was spelled in more tokens than its own encoding has, which plain decoding misses.
+
     Args:
         req: after the step, unfinished; its output_ids end with the new tokens.
         emitted: how many tokens are new.
