@@ -488,11 +488,6 @@ class TestGraphBuffers(CustomTestCase):
             self.assertEqual(backend._verify_mask is not None, expected)
             self.assertEqual(backend.num_draft_tokens, 8)
 
-    def test_write_slots_of_a_window_pool_are_by_row(self):
-        backend = self.backend(rows=8, use_sliding_window_kv_pool=True)
-        backend.init_cuda_graph_state(self.requests, self.requests * 8)
-        self.assertEqual(len(backend.cuda_graph_swa_out_cache_loc), self.requests * 8)
-
     def test_the_longest_prefixes_fit(self):
         """Of requests that are past the context: the host does not know yet that they have ended."""
         from sglang.srt.layers.attention import triton_backend

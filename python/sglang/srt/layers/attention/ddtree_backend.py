@@ -255,13 +255,10 @@ class TreeVerifyMixin:
         return base
 
     def _write_kv(self, k, v, layer, forward_batch) -> None:
-        location = KVWriteLoc(forward_batch.out_cache_loc, self._swa_location(), physical=True)
+        location = KVWriteLoc(forward_batch.out_cache_loc, physical=True)
         scaled = takes_scales(layer, self.token_to_kv_pool.dtype)
         scales = (layer.k_scale, layer.v_scale) if scaled else ()
         self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, *scales)
-
-    def _swa_location(self):
-        return None
 
     def _tree_attention(self, q, layer, forward_batch, *, sinks=None) -> torch.Tensor:
         """[T, heads * d_v] of q's dtype: attention of each tree row to its prefix, its ancestors and itself."""
@@ -324,8 +321,6 @@ class PrefixPerRequest:
     graph_has_mask = True
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int):
-        if self.use_sliding_window_kv_pool:  # whose write slots are by row
-            return super().init_cuda_graph_state(max_bs, max_num_tokens)
         slots = torch.zeros(max_bs * self.graph_prefix, dtype=torch.int64, device=self.device)
         rows = self.num_draft_tokens
         if not self.graph_has_mask:
@@ -365,9 +360,6 @@ class TritonTreeVerify(TreeVerifyMixin, PrefixPerRequest):
         super()._install(runner=runner, mode=mode, rows=rows)
         self.graph_prefix = runner.req_to_token_pool.req_to_token.shape[1]
         self.graph_has_mask = mode != "native"
-
-    def _swa_location(self):
-        return self.forward_metadata.swa_out_cache_loc
 
     def _prefix_slots(self):
         return self.forward_metadata.kv_indptr, self.forward_metadata.kv_indices
