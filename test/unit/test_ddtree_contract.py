@@ -141,6 +141,11 @@ class TestRefusals(ArgumentsCase):
     def test_verify_mode_without_triton(self):
         self.refused("--speculative-ddtree-verify: expected 'native'", speculative_ddtree_verify="validate")
 
+    def test_grammars_that_cannot_step_back(self):
+        """At the first token that outlines allows, its rollback would end the server."""
+        self.refused("--grammar-backend: expected .*, got 'outlines'", grammar_backend="outlines")
+        self.resolve(grammar_backend="llguidance")
+
     def test_features(self):
         for flag, value in (
             ("pp_size", 2),

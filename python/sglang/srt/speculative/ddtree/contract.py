@@ -246,6 +246,11 @@ def refuse_server_args(args) -> None:
             raise ValueError(
                 f"DDTREE: {flag}: expected {only!r}, got {value!r}: {reason}. Leave it out, or serve without DDTREE."
             )
+    if args.grammar_backend == "outlines":
+        raise ValueError(
+            "DDTREE: --grammar-backend: expected one whose grammars step back, from node to node of a tree (xgrammar, "
+            "llguidance), got 'outlines'."
+        )
     draft_backend = args.speculative_draft_attention_backend
     if draft_backend not in (None, DRAFT_BACKENDS[device]):
         # Others take --speculative-eagle-topk above 1 to mean that the draft block is a tree.
