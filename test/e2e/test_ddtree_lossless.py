@@ -10,7 +10,7 @@ from ddtree_host import SYMBOLS, VOCABULARY, in_child, in_ranks, write_models
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-register_cpu_ci(est_time=230, suite="e2e")
+register_cpu_ci(est_time=270, suite="e2e")
 
 PROMPTS = [
     [3 + (7 * i + 5 * j * j) % 13 for j in range(length)] for i, length in enumerate((1, 5, 35, 65, 95, 17))

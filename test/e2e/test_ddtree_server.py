@@ -14,7 +14,7 @@ from sglang.srt.utils import kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase, popen_launch_server
 
-register_cpu_ci(est_time=120, suite="e2e")
+register_cpu_ci(est_time=135, suite="e2e")
 
 PORT = int(os.environ.get("SGLANG_TEST_PORT", "21090")) + 7
 URL = f"http://127.0.0.1:{PORT}"
