@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import socket
 from array import array
@@ -331,19 +332,23 @@ class SchedulerHost:
         return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
 
 
-_ports = iter(range(24000 + os.getpid() % 6000, 32000))  # below the ephemeral ones
+_ports = random.SystemRandom().sample(range(24000, 32000), 8000)  # below the ephemeral ones
 
 
 def unused_port() -> int:
-    """A port that nobody listens at, and that this process hands out once: its children start at the same time."""
-    for port in _ports:
+    """A port that nobody listens at, and that this process hands out once.
+
+    Children that start together, of this process or of another, would else take the same: they bind it much later.
+    """
+    while _ports:
+        port = _ports.pop()
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
             return port
-    raise RuntimeError("no port below 32000 is free")
+    raise RuntimeError("no port from 24000 to 32000 is free")
 
 
 class Child:
