@@ -11,15 +11,13 @@ of other batch shapes. Of these answers only those that reach the place by the s
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from load import RUNNING, plan
+from record import origin, save
 from servers import device_flags, flags, measurement_parser, start
 
-ROOT = Path(__file__).resolve().parents[2]
 BATCHES = (1, 2, 4, 8, 16)
 STARTS = (1, 2, 3, 9, 30)  # tokens to answer, the asked one being the last
 
@@ -85,13 +83,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     prompts = json.loads(args.prompts.read_text())
-    commit = (
-        args.commit or subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip()
-    )
-    result = dict(
-        gpu=torch.cuda.get_device_name() if args.device == "cuda" else "CPU", torch=torch.__version__, commit=commit,
-        command=" ".join(sys.argv), dtype=args.dtype, tokens=[],
-    )  # fmt: skip
+    result = origin(args) | dict(dtype=args.dtype, tokens=[])
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     common = [*device_flags(args.device, RUNNING), "--dtype", args.dtype, "--context-length", str(args.longest + 512),
               "--max-total-tokens", str(RUNNING * (args.longest + 512))]  # fmt: skip
@@ -114,7 +106,7 @@ def main() -> None:
             row[case] = ask_often(server, ids, token, len(far["output"]), prompts)
         result["tokens"].append(row)
         print(row, flush=True)
-        args.output.write_text(json.dumps(result, indent=1))
+        save(result, args.output)
 
 
 if __name__ == "__main__":

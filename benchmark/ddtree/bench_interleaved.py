@@ -10,27 +10,15 @@ slows all of them alike. One request at a time.
 from __future__ import annotations
 
 import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from bench_server import judge
+from record import origin, save
 from servers import flags, measurement_parser, start
 
-ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 16  # tokens
-
-
-def host_name() -> str:
-    """The CPU's model name and how many of it."""
-    import os
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{named[0] if named else platform.processor()}, {os.cpu_count()} cores"
 
 
 def main() -> None:
@@ -43,8 +31,6 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=16, help="prompts")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     args = parser.parse_args()
-
-    import torch
 
     common = [
         "--device", args.device, "--dtype", args.dtype, "--context-length", "2048", "--max-total-tokens", "8192",
@@ -88,19 +74,7 @@ def main() -> None:
             row["exactness"] = judge(servers["none"], prompts, outputs["none"], outputs[case])
         results.append(row)
         print(json.dumps(row), flush=True)
-    commit = (
-        args.commit or subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip()
-    )
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(
-        json.dumps(
-            dict(
-                host=host_name() if args.device == "cpu" else torch.cuda.get_device_name(), torch=torch.__version__,
-                commit=commit, command=" ".join(sys.argv), dtype=args.dtype, tokens=args.tokens, results=results,
-            ),
-            indent=1,
-        )
-    )  # fmt: skip
+    save(origin(args) | dict(dtype=args.dtype, tokens=args.tokens, results=results), args.output)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 import time
-from pathlib import Path
 
+from record import origin, save
 from servers import closed_loop, device_flags, flags, measurement_parser, start
 
-ROOT = Path(__file__).resolve().parents[2]
 CASES = [
     "none",
     "DFLASH",
@@ -126,22 +124,10 @@ def main() -> None:
     if len(args.batches) != len(args.counts):
         parser.error(f"--counts: expected one a batch size, {len(args.batches)}, got {len(args.counts)}")
 
-    import torch
-
-    commit = (
-        args.commit or subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip()
-    )
     common = [*device_flags(args.device, max(args.batches)), "--dtype", args.dtype, "--context-length", "2048",
               "--max-total-tokens", "32768"]  # fmt: skip
     prompts = json.loads(args.prompts.read_text())
-    result = dict(
-        gpu=torch.cuda.get_device_name() if args.device == "cuda" else "CPU", torch=torch.__version__, commit=commit,
-        command=" ".join(sys.argv), dtype=args.dtype, max_tokens=args.tokens, results=[], exactness={},
-    )  # fmt: skip
-
-    def save():
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1))
+    result = origin(args) | dict(dtype=args.dtype, max_tokens=args.tokens, results=[], exactness={})
 
     began = time.monotonic()
     servers = start(
@@ -157,7 +143,7 @@ def main() -> None:
             print(f"{case}: {error!r}\n{server.log.read_text()[-3000:]}", file=sys.stderr, flush=True)
             continue
         result["results"] += [dict(case=case, round=number) | row for row in rows]
-        save()
+        save(result, args.output)
         for row in rows:
             print(
                 f"{case:45} batch {row['batch']:2}  accept {row['accept_length']:5.2f}  "
@@ -170,7 +156,7 @@ def main() -> None:
         if case in outputs and plain in outputs:
             found = judge(servers[plain], asked, outputs[plain], outputs[case])
             result["exactness"][case] = found
-            save()
+            save(result, args.output)
             print(
                 f"{case:45} equal {found['equal']}/{found['of']}  not first {found['tokens_not_first']} of "
                 f"{found['tokens']} tokens  largest gaps {[round(g, 3) for g in found['largest_gaps'][:3]]}",

@@ -17,15 +17,15 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "test" / "e2e"))
+from record import origin, save
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "e2e"))
 from ddtree_host import Child  # noqa: E402
 
 SHAPES = {
@@ -135,15 +135,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
 
-    import torch
-
     cuda = args.device == "cuda"
-    result = dict(
-        gpu=torch.cuda.get_device_name() if cuda else "CPU", torch=torch.__version__,
-        commit=args.commit or subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip(),
-        command=" ".join(sys.argv), weights="random", shape=SHAPES[args.shape], block=BLOCK, context=args.context,
-        results=[],
-    )  # fmt: skip
+    result = origin(args) | dict(
+        weights="random", shape=SHAPES[args.shape], block=BLOCK, context=args.context, results=[]
+    )
     folder = tempfile.TemporaryDirectory()
     drafted = write_configs(Path(folder.name), **SHAPES[args.shape])
     most = max(args.batches)
@@ -189,8 +184,7 @@ def main() -> None:
                     f"{[round(t, 3) for t in row['step_ms_of_each_repeat']]}  by chance {row['tokens_a_step_by_chance']:.2f}",
                     flush=True,
                 )
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(json.dumps(result, indent=1))
+            save(result, args.output)
 
 
 if __name__ == "__main__":

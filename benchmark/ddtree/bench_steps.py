@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "test" / "e2e"))
+from record import origin, save
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "e2e"))
 from ddtree_host import Child  # noqa: E402
 
 
@@ -114,25 +114,7 @@ def main() -> None:
                 flush=True,
             )
 
-    import torch
-
-    commit = (
-        args.commit or subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip()
-    )
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(
-        json.dumps(
-            dict(
-                gpu=torch.cuda.get_device_name() if cuda else "CPU",
-                torch=torch.__version__,
-                commit=commit,
-                command=" ".join(sys.argv),
-                tokens=args.tokens,
-                results=results,
-            ),
-            indent=1,
-        )  # fmt: skip
-    )
+    save(origin(args) | dict(tokens=args.tokens, results=results), args.output)
 
 
 if __name__ == "__main__":

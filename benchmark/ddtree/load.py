@@ -1,7 +1,7 @@
 """Mixed load on a real DDTREE server for a given time: does anything crash, leak or answer wrongly?
 
 Short and long prompts, T = 0 and 1, regex and JSON grammars, stop strings, n = 2, logprobs, streams, clients that hang up and
-requests that are aborted, on a KV pool too small for them all. A plain server beside it judges each token of every greedy
+requests that are aborted. (--pool 5120 makes the KV pool too small for them all.) A plain server beside it judges each token of every greedy
 answer by one prefill (see bench_server.py). Afterwards the load that the server reports must be what it was before.
 
 In a 16-bit type a token may be a near-tie of the first choice, and how often and how far depends on the model. So plain
@@ -21,7 +21,6 @@ import os
 import queue
 import random
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -29,9 +28,9 @@ from collections import Counter
 from pathlib import Path
 
 import requests
+from record import origin, save
 from servers import closed_loop, device_flags, flags, measurement_parser, start
 
-ROOT = Path(__file__).resolve().parents[2]
 RUNNING = 16  # requests at once; more wait
 JUDGED = 16  # answers judged at once, so that judging keeps up with the load
 KEPT = 12  # answers whose tokens are kept, those with the largest gaps
@@ -288,28 +287,19 @@ def main() -> int:
     )
     args = parser.parse_args()
 
-    import torch
-
-    commit = (
-        args.commit or subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip()
-    )
     common = ["--dtype", args.dtype, "--context-length", str(args.longest + 512), "--enable-metrics"]
     loaded = [*common, *device_flags(args.device, RUNNING), "--max-total-tokens", str(args.pool),
               "--chunked-prefill-size", "1024", *flags(args.case, args.drafter)]  # fmt: skip
     judging = [*common, *device_flags(args.device, JUDGED)]
     judging += ["--max-total-tokens", str(JUDGED * (args.longest + 512))]
     prompts = json.loads(args.prompts.read_text())
-    result = dict(
-        gpu=torch.cuda.get_device_name() if args.device == "cuda" else "CPU", torch=torch.__version__, commit=commit,
-        command=" ".join(sys.argv), dtype=args.dtype, state="starting",
-    )  # fmt: skip
+    result = origin(args) | dict(dtype=args.dtype)
 
-    def save(**more):
+    def note(**more):
         result.update(more)
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1))
+        save(result, args.output)
 
-    save()
+    note(state="starting")
     servers = start(
         args.model,
         {"loaded": loaded, "judging": judging},
@@ -318,7 +308,7 @@ def main() -> int:
         seconds=args.start_seconds,
     )
     if len(servers) < 2:
-        save(state="no server")
+        note(state="no server")
         return 1
     tree, plain = servers["loaded"], servers["judging"]
     tree.generate(prompts[0], sampling_params={"temperature": 0, "max_new_tokens": 40})
@@ -327,7 +317,7 @@ def main() -> int:
     load, began = Load(tree, judge, prompts, args.longest, args.clients), time.monotonic()
 
     def progress(state):
-        save(
+        note(
             state=state, seconds=round(time.monotonic() - began, 1), requests=sum(load.done.values()), kinds=load.done,
             wrong=load.wrong[:50], wrong_count=len(load.wrong), before=before, during=load_of(tree),
             accept_length=load.accept[0] / max(1, load.accept[1]), greedy=judge.report(),
@@ -341,7 +331,7 @@ def main() -> int:
             load.wrong.append(f"/v1/loads: {error!r}"[:300])
     load.stop(60)
     if not tree.alive():
-        save(state="crashed", wrong=load.wrong[:50], wrong_count=len(load.wrong))
+        note(state="crashed", wrong=load.wrong[:50], wrong_count=len(load.wrong))
         return 1
     after = idle_load(tree, 20)
     progress("judging")
@@ -375,7 +365,7 @@ def main() -> int:
     if after != before:
         load.wrong.append(f"load before {before}, after {after}")
     metrics = requests.get(f"{tree.url}/metrics", timeout=60).text
-    save(
+    note(
         state="complete", after=after, wrong=load.wrong[:50], wrong_count=len(load.wrong),
         greedy=judge.report() | {"plain_decoding": own.report()},
         furthest=[dict(gap=gap, request=number, output=output) for gap, number, output in reversed(judge.furthest)],
