@@ -137,14 +137,43 @@ class _Judge:
         return (*result, {name: host.gaps(PROMPTS, outputs) for name, outputs in answers.items()})
 
 
+def assert_first_choices(case, name, result, gaps, least_accepted, tie=TIE):
+    """Every token is the first choice of a prefill over the same tokens, or ties with it; and no KV slot leaked.
+
+    Args:
+        case: the TestCase.
+        name: of the server, in `gaps`.
+        result: of greedy().
+        gaps: by name, of each token of each answer; those of plain decoding's own answers as `plain`.
+        least_accepted: drafts.
+        tie: largest gap of a tie, in the logit; None: of an fp8 cache, which plain decoding's own answers measure.
+    """
+    _, accepted, (before, after) = result[:3]
+    flat = {
+        who: sorted((gap for answer in gaps[who] for gap in answer), reverse=True) for who in (name, "plain")
+    }
+    ties = sum(gap > 0 for gap in flat[name])
+    print(f"{name}: {ties} of {len(flat[name])} tokens tie; largest gaps {flat[name][:4]}, "
+          f"plain decoding's own {flat['plain'][:4]}; {accepted} accepted")  # fmt: skip
+    case.assertLessEqual(flat[name][0], tie or 2 * flat["plain"][0])
+    case.assertLess(ties, len(flat[name]) // 10)
+    case.assertEqual(before, after, "KV slots leaked")
+    case.assertGreaterEqual(accepted, least_accepted)
+
+
+def models(case) -> tuple[Path, str, str]:
+    """A folder for the models of a TestCase class, which goes when that ends; and in it write_models()' target and drafter."""
+    temporary = tempfile.TemporaryDirectory()
+    case.addClassCleanup(temporary.cleanup)
+    folder = Path(temporary.name)
+    return folder, *write_models(folder)
+
+
 # not CustomTestCase, whose module wants packages that a bare CUDA host lacks
 class TestDDTreeCuda(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        temporary = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(temporary.cleanup)
-        folder = Path(temporary.name)
-        target, drafter = write_models(folder)
+        folder, target, drafter = models(cls)
         plain = CUDA | dict(model_path=target)
         tree = plain | dict(speculative_algorithm="DDTREE", speculative_draft_model_path=drafter)
         rows_32 = tree | dict(speculative_num_draft_tokens=32)
@@ -223,22 +252,7 @@ class TestDDTreeCuda(unittest.TestCase):
         return result
 
     def agree(self, name, least_accepted, plain="plain", tie=TIE):
-        """Every token is the first choice of a prefill over the same tokens, or ties with it.
-
-        tie: largest gap of a tie; None: of an fp8 cache, which plain decoding's own answers measure.
-        """
-        _, accepted, (before, after) = self.result(name)[:3]
-        judged = self.result(plain)[4]
-        flat = {
-            who: sorted((g for gaps in judged[who] for g in gaps), reverse=True) for who in (name, "plain")
-        }
-        ties = sum(gap > 0 for gap in flat[name])
-        print(f"{name}: {ties} of {len(flat[name])} tokens tie; largest gaps {flat[name][:4]}, "
-              f"plain decoding's own {flat['plain'][:4]}")  # fmt: skip
-        self.assertLessEqual(flat[name][0], tie or 2 * flat["plain"][0])
-        self.assertLess(ties, len(flat[name]) // 10)
-        self.assertEqual(before, after, "KV slots leaked")
-        self.assertGreaterEqual(accepted, least_accepted)
+        assert_first_choices(self, name, self.result(name), self.result(plain)[4], least_accepted, tie)
 
     def test_native_never_waits_between_draft_and_commit(self):
         self.agree("native", 50)

@@ -84,6 +84,44 @@ class TestSamplingCuda(lossless.TestSampling, OnCuda):
         self.check(temperature=1.5, min_p=0.25)
 
 
+class TestStopsCuda(OnCuda):
+    """The jobs of the CPU's tests, with graphs and overlap scheduling."""
+
+    def on_tree(self, job, **arguments):
+        tree = self.tree | dict(speculative_num_draft_tokens=32, skip_tokenizer_init=False) | arguments
+        return in_child(tree, without_leak, job)
+
+    def test_stops_inside_a_path(self):
+        plain, _ = in_child(
+            self.plain | dict(skip_tokenizer_init=False, disable_overlap_schedule=True), lossless.stops
+        )
+        (ways, inside), leaked = self.on_tree(lossless.stops)
+        others = (
+            0  # answers that a near-tie has led elsewhere; a wrong stop leaves one the beginning of the other
+        )
+        for (way, tokens, reason), (plain_way, plain_tokens, plain_reason) in zip(ways, plain, strict=True):
+            self.assertEqual(way, plain_way)
+            if all(a == b for a, b in zip(tokens, plain_tokens)):
+                self.assertEqual((tokens, reason), (plain_tokens, plain_reason), way)
+            else:
+                others += 1
+        self.assertLess(others, len(ways) // 2)  # one prompt: one near-tie leads all longer answers elsewhere
+        self.assertGreater(inside, 10, "few answers stopped before their last step's last token")
+        self.assertEqual(leaked, 0)
+
+    def test_grammar_that_allows_no_token(self):
+        (greedy, sampled, free), leaked = self.on_tree(lossless.impossible, grammar_backend="xgrammar")
+        self.assertEqual([reason for _, reason in (greedy, sampled, free)], ["abort", "abort", "length"])
+        self.assertEqual(leaked, 0)
+
+
+def without_leak(host, job):
+    """What the job returns, and the KV slots that it has not given back."""
+    before = host.free_slots()
+    result = job(host)
+    return result, before - host.free_slots()
+
+
 def judge_the_end(host, answers):
     """to_the_end() of plain decoding, and how far the tokens of each server's answers are from greedy."""
     return *lossless.to_the_end(host), [host.gaps(lossless.LONG, outputs) for outputs in answers]

@@ -1,7 +1,6 @@
 """Memory of DDTREE on a CUDA device that grows with b * N * V or b * N * context elsewhere: sampling, and graph buffers."""
 
 import sys
-import tempfile
 import unittest
 from pathlib import Path
 
@@ -9,8 +8,8 @@ import torch
 from sglang.test.ci.ci_register import register_cuda_ci
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
-from ddtree_host import in_child, write_models  # noqa: E402
-from test_ddtree_cuda import CUDA  # noqa: E402
+from ddtree_host import in_child  # noqa: E402
+from test_ddtree_cuda import CUDA, models  # noqa: E402
 
 register_cuda_ci(est_time=60, suite="gpu")
 
@@ -72,9 +71,7 @@ def peaks(host):
 class TestMemory(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        target, drafter = write_models(Path(folder.name))
+        _, target, drafter = models(cls)
         cls.sampling, cls.slots = in_child(
             CUDA
             | dict(model_path=target, speculative_algorithm="DDTREE", speculative_draft_model_path=drafter,

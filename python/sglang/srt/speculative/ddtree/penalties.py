@@ -8,7 +8,7 @@ import torch
 from sglang.srt.utils.common import async_h2d
 
 # Logits that are penalized or sampled in one go. Penalizing takes about five times their float32 size for a moment,
-# sampling up to twelve: 805 MB (H200, top-p in torch). All of a large batch's would be gigabytes, which a server with a
+# sampling up to twelve (808 MB on an H200, top-p in torch). All of a large batch's would be gigabytes, which a server with a
 # full KV pool does not have.
 LOGITS_AT_ONCE = 1 << 24
 
