@@ -284,6 +284,21 @@ class SchedulerHost:
         """Runs requests to their end in upstream's own event loop; returns their Reqs."""
         return self.finish([self.submit(prompt, **sampling) for prompt in prompts])
 
+    def greedy(
+        self, prompts: list[list[int]], tokens: int
+    ) -> tuple[list[list[int]], int, int, tuple[int, int]]:
+        """Greedy answers of `tokens` tokens: those of each; verify steps and accepted drafts of all; slots free before and
+        after.
+        """
+        free = self.free_slots()
+        requests = self.generate(prompts, temperature=0, max_new_tokens=tokens, ignore_eos=True)
+        return (
+            [list(request.output_ids)[:tokens] for request in requests],
+            sum(request.spec_verify_ct for request in requests),
+            sum(request.spec_num_correct_drafts for request in requests),
+            (free, self.free_slots()),
+        )
+
     def gaps(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[list[float]]:
         """How far each output token is from greedy: the logit of this model's first choice after the same tokens, by one
         prefill over prompt and output, minus the token's. 0: the first choice; near 0: a tie, as bfloat16 has many.

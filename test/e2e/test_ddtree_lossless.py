@@ -19,15 +19,7 @@ TOKENS = 48
 
 
 def greedy(host, prompts=PROMPTS, tokens=TOKENS):
-    """Output tokens, verify steps and accepted drafts of each request; and slots free before and after."""
-    free = host.free_slots()
-    requests = host.generate(prompts, temperature=0, max_new_tokens=tokens, ignore_eos=True)
-    return (
-        [list(request.output_ids)[:tokens] for request in requests],
-        sum(request.spec_verify_ct for request in requests),
-        sum(request.spec_num_correct_drafts for request in requests),
-        (free, host.free_slots()),
-    )
+    return host.greedy(prompts, tokens)
 
 
 def sample(host, prompt, count, options):

@@ -18,14 +18,7 @@ NAME = "intel_amx"
 
 
 def greedy(host):
-    """Output tokens, accepted drafts, and slots free before and after."""
-    free = host.free_slots()
-    requests = host.generate(PROMPTS, temperature=0, max_new_tokens=40, ignore_eos=True)
-    return (
-        [list(request.output_ids)[:40] for request in requests],
-        sum(request.spec_num_correct_drafts for request in requests),
-        (free, host.free_slots()),
-    )
+    return host.greedy(PROMPTS, 40)
 
 
 class _Split:
@@ -72,7 +65,7 @@ class TestPrefillBackend(CustomTestCase):
             prefill_attention_backend=NAME, decode_attention_backend="torch_native", page_size=16,
             enable_mixed_chunk=True, chunked_prefill_size=32,
         )  # fmt: skip
-        outputs, accepted, (before, after), split, seen = in_child(tree, _Split())
+        outputs, _, accepted, (before, after), split, seen = in_child(tree, _Split())
         self.assertEqual(outputs, expected)
         self.assertGreater(accepted, 20)
         self.assertEqual(before, after, "KV slots leaked")

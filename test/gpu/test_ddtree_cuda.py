@@ -33,20 +33,14 @@ CUDA = dict(
 
 def greedy(host):
     """Output tokens, accepted drafts, slots free before and after, and what a validating verify found."""
-    free = host.free_slots()
-    requests = host.generate(PROMPTS, temperature=0, max_new_tokens=TOKENS, ignore_eos=True)
+    outputs, _, accepted, (free, _) = host.greedy(PROMPTS, TOKENS)
     host.generate(PROMPTS[:3], temperature=1.0, top_p=0.9, min_p=0.05, max_new_tokens=16, ignore_eos=True)
     found = None
     worker = host.scheduler.draft_worker
     if worker is not None and getattr(worker, "difference", None) is not None:
         worst = worker.difference.read()
         found = worst.value, worst.layer, worst.request
-    return (
-        [list(request.output_ids)[:TOKENS] for request in requests],
-        sum(request.spec_num_correct_drafts for request in requests),
-        (free, host.free_slots()),
-        found,
-    )
+    return outputs, accepted, (free, host.free_slots()), found
 
 
 def without_waiting(host):
