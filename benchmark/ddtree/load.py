@@ -1,8 +1,8 @@
 """Mixed load on a real DDTREE server for a given time: does anything crash, leak or answer wrongly?
 
 Short and long prompts, T = 0 and 1, regex and JSON grammars, stop strings, n = 2, logprobs, streams, clients that hang up and
-requests that are aborted. (--pool 5120 makes the KV pool too small for them all.) A plain server beside it judges each token of every greedy
-answer by one prefill (see bench_server.py). Afterwards the load that the server reports must be what it was before.
+requests that are aborted; with --pool 5120 the KV pool is too small for them all. A plain server beside it judges each token of
+every greedy answer by one prefill (see bench_server.py). Afterwards the load that the server reports must be what it was before.
 
 In a 16-bit type a token may be a near-tie of the first choice, and how often and how far depends on the model. So plain
 decoding answers some of the same requests, too, and is judged in the same way: DDTREE's tokens must not miss the first choice
