@@ -3,7 +3,7 @@
 
     serve [ARGUMENTS]   sglang.launch_server, on all interfaces unless --host says otherwise
     -FLAG ...           the same: `docker run IMAGE --model-path ...`
-    check-env [--json]  python -m sglang.srt.check_env
+    check-env [--json]  python -m sglang.srt.environment_check
     health              exit status 0 if the server in this container is well, wherever it is bound (HEALTHCHECK)
     COMMAND ...         anything else is executed as it is
 
@@ -181,7 +181,7 @@ def main(arguments: list[str]) -> int:
     if what == "serve" or what.startswith("-"):
         return supervise(server_command(arguments[what == "serve" :]), environment)
     if what == "check-env":
-        arguments = [PYTHON, "-m", "sglang.srt.check_env", *arguments[1:]]
+        arguments = [PYTHON, "-m", "sglang.srt.environment_check", *arguments[1:]]
     try:
         os.execvpe(arguments[0], arguments, environment)
     except OSError as error:

@@ -283,7 +283,7 @@ def _install(folder: Path, profile: str) -> None:
     scripts = folder / "bin"
     if profile == "cpu":
         steps.run(
-            [*pip, "-q", "--no-deps", "--no-build-isolation", "./sgl-kernel/host"],
+            [*pip, "-q", "--no-deps", "--no-build-isolation", "./sgl-kernel/cpu_stub"],
             "Installing the CPU stand-in for sglang-kernel",
             cwd=ROOT,
         )

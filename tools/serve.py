@@ -23,7 +23,7 @@ from tools import demo_model
 from tools.upstream import ROOT
 
 DEFAULT_PORT = 30000
-DEMO_DRAFTER = ROOT / "benchmark" / "drafter" / "SmolLM2-135M-DFlash"
+DEMO_DRAFTER = ROOT / "demo" / "SmolLM2-135M-DFlash"
 QUESTION = "Write a Python function that returns the n-th Fibonacci number."
 
 

@@ -3,7 +3,7 @@
 All servers are up; each prompt is put to one after the other, in an order that rotates, so that what else runs on the host
 slows all of them alike. One request at a time.
 
-    python benchmark/ddtree/bench_interleaved.py --model DIR --drafter benchmark/drafter/SmolLM2-135M-DFlash \\
+    python benchmark/ddtree/bench_interleaved.py --model DIR --drafter demo/SmolLM2-135M-DFlash \\
         --output benchmark/ddtree/results/CPU-DATE.json
 """
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import numpy
 import torch
-from sgl_kernel.ddtree import DraftTrees, build
+from sgl_kernel.ddtree import DraftTrees, build_trees
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 Node = tuple  # (depth, parent's row, rank)
@@ -35,8 +35,8 @@ def tied_log_probs_of(b: int, depth: int, width: int, generator: torch.Generator
     return values.sort(-1, descending=True).values
 
 
-def heap_nodes(log_probs: torch.Tensor, budget: int, keep_spine: bool = False) -> list[Node]:
-    """The rows after the root, by the rule that build() states: one request's [L, K] on a heap in float32."""
+def heap_nodes(log_probs: torch.Tensor, budget: int, keep_top1_path: bool = False) -> list[Node]:
+    """The rows after the root, by the rule that build_trees() states: one request's [L, K] on a heap in float32."""
     depth_limit, width = log_probs.shape
     values = numpy.minimum(log_probs.numpy(), numpy.float32(0))  # a NaN stays one, and is not above -inf
     nodes: list[Node] = [(0, -1, 0)]
@@ -57,7 +57,7 @@ def heap_nodes(log_probs: torch.Tensor, budget: int, keep_spine: bool = False) -
         scores.append(score(node))
         nodes.append(node)
 
-    while keep_spine and len(nodes) <= budget and possible((len(nodes), len(nodes) - 1, 0)):
+    while keep_top1_path and len(nodes) <= budget and possible((len(nodes), len(nodes) - 1, 0)):
         depth = len(nodes)
         add((depth, depth - 1, 0))
         consider(depth, depth - 1, 1)
@@ -77,7 +77,7 @@ def trees_of(
     rows: int,
     prefix_lens: torch.Tensor | None = None,
 ) -> DraftTrees:
-    """What build() must write for these nodes of each request, padding included; on the CPU."""
+    """What build_trees() must write for these nodes of each request, padding included; on the CPU."""
     b = len(nodes)
     trees = DraftTrees.allocate(b, rows, "cpu", positions=prefix_lens is not None)
     for r in range(b):
@@ -88,7 +88,7 @@ def trees_of(
         trees.depths[r] = 0
         trees.first_child[r] = -1
         trees.next_sibling[r] = -1
-        trees.num_rows[r] = 1 + len(nodes[r])
+        trees.sizes[r] = 1 + len(nodes[r])
         for row, (depth, parent, rank) in enumerate(nodes[r], start=1):
             trees.tokens[r, row] = candidates[r, depth - 1, rank]
             trees.parents[r, row] = parent
@@ -117,10 +117,10 @@ def poisoned(b: int, rows: int, device: str, positions: bool = False) -> DraftTr
 
 
 def built(candidates, log_probs, bonus, rows: int, device: str, **options) -> DraftTrees:
-    """build() on a device, its result on the CPU. Tensors among the options go to the device."""
+    """build_trees() on a device, its result on the CPU. Tensors among the options go to the device."""
     options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     out = poisoned(candidates.shape[0], rows, device, positions="prefix_lens" in options)
-    build(candidates.to(device), log_probs.to(device), bonus.to(device), out, **options)
+    build_trees(candidates.to(device), log_probs.to(device), bonus.to(device), out, **options)
     return on_cpu(out)
 
 

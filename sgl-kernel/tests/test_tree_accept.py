@@ -16,7 +16,7 @@ from draft_tree_cases import (
     tensors_of,
     trees_of,
 )
-from sgl_kernel.ddtree import Accepted, DraftTrees, accept
+from sgl_kernel.ddtree import Accepted, DraftTrees, accept_path
 
 register_cpu_ci(est_time=15, suite="kernel")
 register_cuda_ci(est_time=20, suite="gpu")
@@ -48,14 +48,14 @@ def accepted(trees: DraftTrees, target: torch.Tensor, depth: int, device: str) -
     for tensor in tensors_of(out).values():
         tensor.fill_(-7777)
     trees = DraftTrees(**{name: tensor.to(device) for name, tensor in tensors_of(trees).items()})
-    return on_cpu(accept(trees, target.to(device), out))
+    return on_cpu(accept_path(trees, target.to(device), out))
 
 
-def random_trees(b: int, depth: int, width: int, rows: int, keep_spine: bool, seed: int) -> DraftTrees:
+def random_trees(b: int, depth: int, width: int, rows: int, keep_top1_path: bool, seed: int) -> DraftTrees:
     generator = torch.Generator().manual_seed(seed)
     candidates = candidates_of(b, depth, width, generator)
     log_probs = log_probs_of(b, depth, width, 2.0, generator)
-    return built(candidates, log_probs, torch.arange(b), rows, "cpu", keep_spine=keep_spine)
+    return built(candidates, log_probs, torch.arange(b), rows, "cpu", keep_top1_path=keep_top1_path)
 
 
 def random_target(trees: DraftTrees, rng: random.Random, hit_rate: float) -> torch.Tensor:
@@ -73,18 +73,18 @@ def random_target(trees: DraftTrees, rng: random.Random, hit_rate: float) -> tor
 
 
 @on_each_device
-@pytest.mark.parametrize("keep_spine", [False, True])
+@pytest.mark.parametrize("keep_top1_path", [False, True])
 @pytest.mark.parametrize(
     "rows, depth, width", [(1, 3, 3), (2, 3, 3), (16, 7, 4), (32, 15, 8), (33, 15, 8), (256, 32, 32)]
 )
 @pytest.mark.parametrize("hit_rate", [0.0, 0.7, 1.0])
-def test_walk(rows, depth, width, keep_spine, hit_rate, device):
-    trees = random_trees(5, depth, width, rows, keep_spine, seed=rows)
+def test_walk(rows, depth, width, keep_top1_path, hit_rate, device):
+    trees = random_trees(5, depth, width, rows, keep_top1_path, seed=rows)
     target = random_target(trees, random.Random(rows), hit_rate)
     got = accepted(trees, target, depth + 1, device)
     assert_equal(got, walk(trees, target, depth + 1))
     assert hit_rate > 0 or got.lengths.tolist() == [1] * 5
-    if hit_rate == 1 and keep_spine and rows > depth:
+    if hit_rate == 1 and keep_top1_path and rows > depth:
         assert got.lengths.max() > 1
 
 
@@ -167,7 +167,7 @@ def test_errors(name, value, message):
     else:
         setattr(out, name, value)
     with pytest.raises((ValueError, RuntimeError), match=message):
-        accept(chain(5), target, out)
+        accept_path(chain(5), target, out)
 
 
 if __name__ == "__main__":

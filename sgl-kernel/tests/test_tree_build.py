@@ -19,7 +19,7 @@ from draft_tree_cases import (
     tied_log_probs_of,
     trees_of,
 )
-from sgl_kernel.ddtree import DraftTrees, build
+from sgl_kernel.ddtree import DraftTrees, build_trees
 
 register_cpu_ci(est_time=20, suite="kernel")
 register_cuda_ci(est_time=30, suite="gpu")
@@ -28,12 +28,12 @@ on_each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def expected(
-    candidates, log_probs, bonus, rows, keep_spine=False, budget=None, prefix_lens=None
+    candidates, log_probs, bonus, rows, keep_top1_path=False, budget=None, prefix_lens=None
 ) -> DraftTrees:
     nodes = []
     for r in range(candidates.shape[0]):
         limit = rows - 1 if budget is None else max(0, min(int(budget[r]), rows - 1))
-        nodes.append(heap_nodes(log_probs[r], limit, keep_spine))
+        nodes.append(heap_nodes(log_probs[r], limit, keep_top1_path))
     return trees_of(nodes, candidates, bonus, rows, prefix_lens)
 
 
@@ -64,7 +64,7 @@ def all_trees(depth: int, width: int, above: tuple = ()) -> list[frozenset]:
 def prefixes_of(trees: DraftTrees, candidates: torch.Tensor) -> set:
     """The rank tuples of one request's nodes, found from its tokens and parents alone."""
     paths = {0: ()}
-    for row in range(1, int(trees.num_rows[0])):
+    for row in range(1, int(trees.sizes[0])):
         parent = int(trees.parents[0, row])
         assert parent < row
         above = paths[parent]
@@ -73,10 +73,10 @@ def prefixes_of(trees: DraftTrees, candidates: torch.Tensor) -> set:
 
 
 @on_each_device
-@pytest.mark.parametrize("keep_spine", [False, True])
+@pytest.mark.parametrize("keep_top1_path", [False, True])
 @pytest.mark.parametrize("depth, width", [(3, 2), (2, 3), (1, 6), (6, 1)])
 @pytest.mark.parametrize("sharpness", [0.0, 0.5, 1.5, None])
-def test_no_tree_is_better(depth, width, sharpness, keep_spine, device):
+def test_no_tree_is_better(depth, width, sharpness, keep_top1_path, device):
     """Brute force over all trees, at every budget, in float64. The op compares float32 scores, which are off by a few
     1e-7: it may take the worse of two trees that close."""
     candidates, log_probs, bonus = inputs(1, depth, width, sharpness, seed=depth)
@@ -90,7 +90,7 @@ def test_no_tree_is_better(depth, width, sharpness, keep_spine, device):
         return math.fsum(map(probability, tree))
 
     def spine(size):
-        return {(0,) * d for d in range(1, min(size, depth) + 1)} if keep_spine else set()
+        return {(0,) * d for d in range(1, min(size, depth) + 1)} if keep_top1_path else set()
 
     best: dict[int, float] = {}
     for tree in all_trees(depth, width):
@@ -98,14 +98,14 @@ def test_no_tree_is_better(depth, width, sharpness, keep_spine, device):
             best[len(tree)] = max(best.get(len(tree), 0.0), mass(tree))
     for size, largest in best.items():
         got = prefixes_of(
-            built(candidates, log_probs, bonus, size + 1, device, keep_spine=keep_spine), candidates
+            built(candidates, log_probs, bonus, size + 1, device, keep_top1_path=keep_top1_path), candidates
         )
         assert len(got) == size and spine(size) <= got
         assert mass(got) >= largest * (1 - 1e-6)
 
 
 @on_each_device
-@pytest.mark.parametrize("keep_spine", [False, True])
+@pytest.mark.parametrize("keep_top1_path", [False, True])
 @pytest.mark.parametrize(
     "rows, depth, width, sharpness",
     [
@@ -130,10 +130,10 @@ def test_no_tree_is_better(depth, width, sharpness, keep_spine, device):
         (256, 2, 3, None),  # all 12 prefixes
     ],
 )
-def test_every_row(rows, depth, width, sharpness, keep_spine, device):
+def test_every_row(rows, depth, width, sharpness, keep_top1_path, device):
     candidates, log_probs, bonus = inputs(3, depth, width, sharpness, seed=rows + depth)
-    got = built(candidates, log_probs, bonus, rows, device, keep_spine=keep_spine)
-    assert_equal(got, expected(candidates, log_probs, bonus, rows, keep_spine))
+    got = built(candidates, log_probs, bonus, rows, device, keep_top1_path=keep_top1_path)
+    assert_equal(got, expected(candidates, log_probs, bonus, rows, keep_top1_path))
 
 
 @on_each_device
@@ -143,7 +143,7 @@ def test_stated_order(device):
     trees = built(candidates, torch.full((1, 2, 2), -1.0), torch.tensor([5]), 8, device)
     assert trees.tokens[0].tolist() == [5, 10, 11, 20, 21, 20, 21, 5]
     assert trees.parents[0].tolist() == [-1, 0, 0, 1, 1, 2, 2, -1]
-    assert trees.num_rows.tolist() == [7]
+    assert trees.sizes.tolist() == [7]
     # A certain second position ties each child with its parent: the shallower node comes first.
     log_probs = torch.tensor([[[-1.0, -1.0], [0.0, -3.0]]])
     trees = built(candidates, log_probs, torch.tensor([5]), 5, device)
@@ -156,7 +156,7 @@ def test_stated_order(device):
 
 def test_spine_comes_first():
     candidates, log_probs, bonus = inputs(1, 4, 3, 0.1, seed=0)
-    trees = built(candidates, log_probs, bonus, 9, "cpu", keep_spine=True)
+    trees = built(candidates, log_probs, bonus, 9, "cpu", keep_top1_path=True)
     assert trees.parents[0, 1:5].tolist() == [0, 1, 2, 3]
     assert trees.tokens[0, 1:5].tolist() == candidates[0, :, 0].tolist()
     assert (
@@ -165,21 +165,21 @@ def test_spine_comes_first():
 
 
 @on_each_device
-@pytest.mark.parametrize("keep_spine", [False, True])
-def test_budget_and_positions(keep_spine, device):
+@pytest.mark.parametrize("keep_top1_path", [False, True])
+def test_budget_and_positions(keep_top1_path, device):
     rows = 20
     budget = torch.tensor([19, 0, 1, 7, 400, -3], dtype=torch.int32)
     prefix_lens = torch.tensor([0, 1, 17, 4096, 131_072, 2**33])
     candidates, log_probs, bonus = inputs(6, 5, 4, 2.0, seed=1)
-    options = dict(keep_spine=keep_spine, budget=budget, prefix_lens=prefix_lens)
+    options = dict(keep_top1_path=keep_top1_path, budget=budget, prefix_lens=prefix_lens)
     got = built(candidates, log_probs, bonus, rows, device, **options)
-    assert got.num_rows.tolist() == [20, 1, 2, 8, 20, 1]
+    assert got.sizes.tolist() == [20, 1, 2, 8, 20, 1]
     assert_equal(got, expected(candidates, log_probs, bonus, rows, **options))
 
 
 @on_each_device
-@pytest.mark.parametrize("keep_spine", [False, True])
-def test_impossible_candidates(keep_spine, device):
+@pytest.mark.parametrize("keep_top1_path", [False, True])
+def test_impossible_candidates(keep_top1_path, device):
     """-inf and NaN are never nodes, nor is anything below them; a log-probability above 0 counts as 0."""
     candidates, log_probs, bonus = inputs(5, 6, 4, 1.0, seed=2)
     log_probs[0, :, 2:] = -math.inf
@@ -187,10 +187,10 @@ def test_impossible_candidates(keep_spine, device):
     log_probs[2] = -math.inf
     log_probs[3, 1:, 1:] = math.nan
     log_probs[4, :, 0] = 1e-6
-    got = built(candidates, log_probs, bonus, 100, device, keep_spine=keep_spine)
-    assert got.num_rows.tolist()[1:4] == [1 + 4 + 16 + 64, 1, 1 + 4 * 6]
+    got = built(candidates, log_probs, bonus, 100, device, keep_top1_path=keep_top1_path)
+    assert got.sizes.tolist()[1:4] == [1 + 4 + 16 + 64, 1, 1 + 4 * 6]
     assert got.depths[1].max() == 3
-    assert_equal(got, expected(candidates, log_probs, bonus, 100, keep_spine))
+    assert_equal(got, expected(candidates, log_probs, bonus, 100, keep_top1_path))
 
 
 @on_each_device
@@ -209,7 +209,7 @@ def test_wide_words(device):
     candidates, log_probs, bonus = inputs(2, 4, 4, 2.0, seed=4)
     out = poisoned(2, 10, device)
     out.ancestors = torch.full((2, 10, 6), -1, dtype=torch.int64, device=device)
-    build(candidates.to(device), log_probs.to(device), bonus.to(device), out)
+    build_trees(candidates.to(device), log_probs.to(device), bonus.to(device), out)
     want = expected(candidates, log_probs, bonus, 10)
     assert torch.equal(out.ancestors[..., :1].cpu(), want.ancestors)
     assert not out.ancestors[..., 1:].any()
@@ -228,7 +228,7 @@ def test_equal_on_every_device(device):
 def test_empty_batch(device):
     candidates, log_probs, bonus = inputs(1, 3, 3, 1.0, seed=6)
     out = on_cpu(poisoned(1, 4, device)).first(0)
-    build(candidates[:0], log_probs[:0], bonus[:0], out)
+    build_trees(candidates[:0], log_probs[:0], bonus[:0], out)
     assert out.tokens.shape == (0, 4)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ci_registration import register_cpu_ci, register_cuda_ci
 from draft_tree_cases import DEVICES
-from sgl_kernel.ddtree import KVBuffers, commit
+from sgl_kernel.ddtree import KVBuffers, commit_path
 
 register_cpu_ci(est_time=15, suite="kernel")
 register_cuda_ci(est_time=20, suite="gpu")
@@ -67,7 +67,7 @@ def check(layout, paths, rows: int, depth: int, device: str, page_size=1, hidden
         out = random_bytes((b, depth, width), dtype, generator).to(device)
         extra = [states.to(device), out]
     kv = KVBuffers.of([pool[..., :width] for pool, width in buffers])
-    commit(path.to(device), lengths.to(device), torch.tensor(slots).to(device), kv, *extra)
+    commit_path(path.to(device), lengths.to(device), torch.tensor(slots).to(device), kv, *extra)
     for i, ((pool, _), want) in enumerate(zip(buffers, wanted, strict=True)):
         assert torch.equal(bits(pool), bits(want)), f"buffer {i}"
     if hidden is not None:
@@ -143,7 +143,7 @@ def test_padding_requests(device):
     path = torch.tensor([[0, 2], [0, 1], [0, 0]], device=device)
     lengths = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
     slots = torch.tensor([[4, 5, 6], [4, 5, 6], [0, 0, 0]], device=device)
-    commit(path, lengths, slots, KVBuffers.of([pool]))
+    commit_path(path, lengths, slots, KVBuffers.of([pool]))
     assert pool[:, 0].tolist() == [0, 1, 2, 3, 4, 6, 6, 7, 8, 9, 10, 11]
 
 
@@ -200,7 +200,7 @@ def test_errors(name, value, message):
     )
     arguments[name] = value
     with pytest.raises((ValueError, RuntimeError), match=message):
-        commit(**arguments)
+        commit_path(**arguments)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ci_registration import register_cpu_ci, register_cuda_ci
 from draft_tree_cases import assert_equal, candidates_of, log_probs_of, tensors_of
-from sgl_kernel.ddtree import Accepted, DraftTrees, KVBuffers, accept, build, commit
+from sgl_kernel.ddtree import Accepted, DraftTrees, KVBuffers, accept_path, build_trees, commit_path
 
 register_cpu_ci(est_time=10, suite="kernel")
 register_cuda_ci(est_time=20, suite="gpu")
@@ -56,13 +56,13 @@ class Step:
 
     def run(self) -> None:
         trees = self.trees
-        build(
+        build_trees(
             self.candidates,
             self.logits,
             self.bonus,
             trees,
             log_sum=self.log_sum,
-            keep_spine=True,
+            keep_top1_path=True,
             budget=self.budget,
             prefix_lens=self.prefix_lens,
         )
@@ -70,8 +70,10 @@ class Step:
         depth = trees.depths.long().clamp(max=L - 1)
         after = self.candidates.gather(1, depth[..., None].expand(-1, -1, K))
         target = after.gather(2, self.picks[..., None])[..., 0]
-        accept(trees, target, self.accepted)
-        commit(self.accepted.path, self.accepted.lengths, self.slots, self.kv, self.hidden, self.hidden_out)
+        accept_path(trees, target, self.accepted)
+        commit_path(
+            self.accepted.path, self.accepted.lengths, self.slots, self.kv, self.hidden, self.hidden_out
+        )
 
     def assert_equal(self, want: "Step") -> None:
         assert_equal(self.trees, want.trees)
@@ -130,9 +132,11 @@ def test_ops_allocate_nothing(device):
     target = torch.zeros(B, N, dtype=torch.int64, device=device)
 
     def ops():
-        build(step.candidates, step.logits, step.bonus, step.trees, prefix_lens=step.prefix_lens)
-        accept(step.trees, target, step.accepted)
-        commit(step.accepted.path, step.accepted.lengths, step.slots, step.kv, step.hidden, step.hidden_out)
+        build_trees(step.candidates, step.logits, step.bonus, step.trees, prefix_lens=step.prefix_lens)
+        accept_path(step.trees, target, step.accepted)
+        commit_path(
+            step.accepted.path, step.accepted.lengths, step.slots, step.kv, step.hidden, step.hidden_out
+        )
 
     ops()
     with torch.profiler.profile(profile_memory=True) as profile:

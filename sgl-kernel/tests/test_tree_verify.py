@@ -75,9 +75,9 @@ CASES = {
         prefix_lens=(300, 77, 0, 1, 0),
         padding_rows=3,
     ),
-    "all empty": Case(trees=((), ()), prefix_lens=(5, 0), padding_rows=4, max_rows=8),
+    "all empty": Case(trees=((), ()), prefix_lens=(5, 0), padding_rows=4, num_nodes=8),
     "long beside short": Case(trees=(chain(4), star(4), chain(4)), prefix_lens=(5000, 3, 1), num_splits=7),
-    "bound above the widest tree": Case(trees=(chain(5),), max_rows=256),
+    "bound above the widest tree": Case(trees=(chain(5),), num_nodes=256),
     "pages": Case(trees=(star(10), chain(7)), prefix_lens=(61, 65), page_size=16, h_q=8),
     "pages of 64": Case(trees=(star(10),), prefix_lens=(129,), page_size=64),
     "int64 indices": Case(trees=(chain(9),), index_dtype=torch.int64),
@@ -180,7 +180,7 @@ def random_case(seed: int) -> Case:
         scales=kv_dtype is not None and rng.random() < 0.5,
         strided=rng.random() < 0.3,
         padding_rows=rng.choice((0, 5)),
-        max_rows=rng.choice((None, 128)),
+        num_nodes=rng.choice((None, 128)),
         num_splits=rng.choice((None, 1, 2, 9)),
         seed=seed,
     )
@@ -330,7 +330,7 @@ def test_graph_replay(mla, device):
             h_kv=1,
             d=128,
             padding_rows=80 - rows,
-            max_rows=64,
+            num_nodes=64,
             seed=seed,
         )
 
@@ -497,11 +497,11 @@ WRONG_ARGUMENTS = {
     ),
     "ancestors too small": (
         lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, (1,), 65)},
-        r"ancestors: expected 2 words a row or more \(64 nodes each\) for max_rows = 65, got shape \[5, 1\]",
+        r"ancestors: expected 2 words a row or more \(64 nodes each\) for num_nodes = 65, got shape \[5, 1\]",
     ),
-    "max_rows": (
+    "num_nodes": (
         lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, (1,), 257)},
-        r"max_rows: expected 1 to 256, got 257",
+        r"num_nodes: expected 1 to 256, got 257",
     ),
     "num_splits": (
         lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, (0,), 5)},
@@ -615,11 +615,11 @@ WRONG_VALUES = {
     "qo_indptr start": (edited("qo_indptr", 0, 1), r"qo_indptr\[0\]: expected 0, got 1"),
     "qo_indptr falls": (
         edited("qo_indptr", 2, 3),
-        r"qo_indptr\[2\]: expected 5 to 8 \(at most max_rows = 5 rows a request, 8 in all\), got 3",
+        r"qo_indptr\[2\]: expected 5 to 8 \(at most num_nodes = 5 rows a request, 8 in all\), got 3",
     ),
     "too many rows": (
         edited("qo_indptr", 1, 6),
-        r"qo_indptr\[1\]: expected 0 to 5 \(at most max_rows = 5 rows a request, 8 in all\), got 6",
+        r"qo_indptr\[1\]: expected 0 to 5 \(at most num_nodes = 5 rows a request, 8 in all\), got 6",
     ),
     "rows past q": (
         edited("qo_indptr", 2, 9),
@@ -684,7 +684,7 @@ def test_debug_variable():
 def test_workspace_too_small(device):
     batch = make_batch(Case(num_splits=3), device)
     good = batch.workspace()
-    small = VerifyWorkspace(good.buffer[:-16], good.num_splits, good.max_rows)
+    small = VerifyWorkspace(good.buffer[:-16], good.num_splits, good.num_nodes)
     with pytest.raises(ValueError, match=r"workspace: expected \d+ bytes or more .*, got \d+"):
         batch.run(small)
 
@@ -706,7 +706,7 @@ def test_float32_is_for_the_cpu(device):
 
 @on_each_device
 def test_plan(device):
-    shape = dict(batch=4, max_rows=64, h_q=32, h_kv=8, d_qk=128, d_v=128, device=device)
+    shape = dict(batch=4, num_nodes=64, h_q=32, h_kv=8, d_qk=128, d_v=128, device=device)
     workspace = verify_workspace(**shape)
     assert workspace.batch == len(workspace.num_splits) == 4
     assert workspace.buffer.device.type == device
@@ -718,7 +718,7 @@ def test_plan(device):
     if device == "cuda":  # 8 KV heads alone occupy a small part of any card: a request alone is cut finer
         assert workspace.num_splits[0] > workspace.num_splits[-1]
     for name, value, message in (
-        ("max_rows", 257, "max_rows: expected 1 to 256, got 257"),
+        ("num_nodes", 257, "num_nodes: expected 1 to 256, got 257"),
         ("batch", 0, "batch: expected 1 or more, got 0"),
         ("h_q", 12, "h_q: expected a multiple of h_kv = 8, got 12"),
     ):
@@ -733,7 +733,7 @@ def test_switch(monkeypatch):
     planned = []
     for value in ("1", "0", "1"):
         monkeypatch.setenv("SGLANG_DDTREE_SM90", value)
-        workspace = verify_workspace(batch=1, max_rows=32, h_q=32, h_kv=8, d_qk=128, d_v=128, device="cuda")
+        workspace = verify_workspace(batch=1, num_nodes=32, h_q=32, h_kv=8, d_qk=128, d_v=128, device="cuda")
         planned.append(workspace.num_splits)
     assert planned[0] == planned[2] != planned[1]
 
@@ -771,7 +771,7 @@ def op_arguments(batch) -> tuple:
         batch.q,
         *batch.caches,
         *(a[name] for name in names.split()),
-        workspace.max_rows,
+        workspace.num_nodes,
         workspace.num_splits[-1],
         workspace.buffer,
         batch.out,

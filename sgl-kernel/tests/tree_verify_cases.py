@@ -54,7 +54,7 @@ class Case:
     scales: bool = False
     strided: bool = False  # q and out are slices of wider tensors, as after a fused QKV projection
     padding_rows: int = 0  # rows of q that no request owns
-    max_rows: int | None = None  # None: the widest tree
+    num_nodes: int | None = None  # None: the widest tree
     num_splits: int | None = None  # None: as planned
     seed: int = 0
 
@@ -85,7 +85,7 @@ class Batch:
         case = self.case
         planned = verify_workspace(
             batch=len(case.trees),
-            max_rows=case.max_rows or max(1, *(len(t) for t in case.trees)),
+            num_nodes=case.num_nodes or max(1, *(len(t) for t in case.trees)),
             h_q=case.h_q,
             h_kv=case.h_kv,
             d_qk=case.d_qk,
@@ -93,7 +93,7 @@ class Batch:
             device=self.q.device,
         )
         if case.num_splits is not None and self.q.is_cuda:
-            floats = planned.max_rows * case.h_q * (case.d_v + 1)  # partial O and LSE
+            floats = planned.num_nodes * case.h_q * (case.d_v + 1)  # partial O and LSE
             size = 4 * planned.batch * case.num_splits * floats
             buffer = torch.empty(size, dtype=torch.uint8, device=self.q.device)
             planned = replace(planned, buffer=buffer, num_splits=(case.num_splits,) * planned.batch)
@@ -130,9 +130,9 @@ def make_batch(case: Case, device="cpu") -> Batch:
     generator = torch.Generator().manual_seed(case.seed)
     rng = random.Random(case.seed)
     trees, h_q, h_kv = case.trees, case.h_q, case.h_kv
-    tree_rows = sum(len(t) for t in trees)
-    total_rows = tree_rows + case.padding_rows
-    max_rows = case.max_rows or max(1, *(len(t) for t in trees))
+    num_nodes = sum(len(t) for t in trees)
+    total_rows = num_nodes + case.padding_rows
+    num_nodes = case.num_nodes or max(1, *(len(t) for t in trees))
 
     # Pages of all requests in random order; a request's tail page holds its tree after its prefix, as in
     # SGLang.
@@ -178,7 +178,7 @@ def make_batch(case: Case, device="cpu") -> Batch:
         kv_indices=torch.tensor(kv_indices, dtype=case.index_dtype),
         prefix_lens=torch.tensor(case.prefix_lens, dtype=torch.int32),
         tree_slots=torch.tensor(tree_slots, dtype=case.index_dtype),
-        ancestors=ancestor_words(trees + (chain(case.padding_rows),), -(-max_rows // 64)),
+        ancestors=ancestor_words(trees + (chain(case.padding_rows),), -(-num_nodes // 64)),
         sm_scale=case.d_qk**-0.5,
         logit_cap=case.logit_cap,
         sliding_window=case.sliding_window,

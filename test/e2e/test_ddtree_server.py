@@ -179,9 +179,9 @@ class TestDDTreeServer(CustomTestCase):
                 float(v)
                 for v in re.findall(rf"^sglang:ddtree_{name}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.M)
             )
-            for name in ("accept_length_count", "accept_length_sum", "accepted_nodes_total", "tree_rows")
+            for name in ("accept_length_count", "accept_length_sum", "accepted_nodes_total", "num_nodes")
         }
-        self.assertEqual(value["tree_rows"], 32)
+        self.assertEqual(value["num_nodes"], 32)
         self.assertGreater(value["accept_length_count"], 0)
         # each step emits its accepted nodes and one more token
         self.assertEqual(

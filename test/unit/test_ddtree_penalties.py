@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from sgl_kernel.ddtree import DraftTrees, build
+from sgl_kernel.ddtree import DraftTrees, build_trees
 from sglang.srt.speculative.ddtree import penalties
 from sglang.srt.speculative.ddtree.penalties import OutputPenalties
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -72,7 +72,7 @@ class TestRowsOfATree(CustomTestCase):
         b = len(bonus)
         order = torch.rand(b, depth, VOCABULARY, generator=self.generator).argsort(-1)[..., :candidates]
         scores = torch.rand(b, depth, candidates, generator=self.generator).sort(-1, descending=True).values
-        return build(order.contiguous(), scores.log(), bonus, DraftTrees.allocate(b, rows, "cpu"))
+        return build_trees(order.contiguous(), scores.log(), bonus, DraftTrees.allocate(b, rows, "cpu"))
 
     def begin(self, requests, pool_rows, decoding=None, late=0):
         """The prefill of requests; what the sampler is handed. The host is `late` tokens behind where decoding."""
@@ -101,7 +101,7 @@ class TestRowsOfATree(CustomTestCase):
         info = SimpleNamespace(acc_additive_penalties=stop_mask(self.requests))
         self.penalties.apply(found, options, info, self.pool_rows, trees, positions)
         for i, (req, output) in enumerate(zip(self.requests, outputs)):
-            for row in range(int(trees.num_rows[i])):
+            for row in range(int(trees.sizes[i])):
                 path, node = [], row
                 while node > 0:
                     path.insert(0, int(trees.tokens[i, node]))

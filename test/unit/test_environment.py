@@ -119,7 +119,7 @@ class TestEnvironment(CustomTestCase):
         for name in (
             "README.md",
             "sgl-kernel/tests/test_a.py",
-            "sgl-kernel/host/build/lib/b.py",
+            "sgl-kernel/cpu_stub/build/lib/b.py",
             "sgl-kernel/python/_ddtree_cpu.so",
             "tools/__pycache__/a.pyc",
         ):
@@ -153,13 +153,13 @@ class TestEnvironment(CustomTestCase):
 
     def test_the_cpu_profile_is_complete_without_cuda(self):
         ran = self.commands("cpu")
-        self.assertTrue(any(command.endswith("./sgl-kernel/host") for command, _ in ran))
+        self.assertTrue(any(command.endswith("./sgl-kernel/cpu_stub") for command, _ in ran))
         built = [command for command, _ in ran if command.endswith("./sgl-kernel")]
         self.assertEqual([command.count("DDTREE_CUDA=OFF") for command in built], [1])
 
     def test_the_cuda_profile_has_our_cuda_kernels_or_fails(self):
         ran = self.commands("cuda")
-        self.assertFalse(any("sgl-kernel/host" in command for command, _ in ran))
+        self.assertFalse(any("sgl-kernel/cpu_stub" in command for command, _ in ran))
         built = [(command, env) for command, env in ran if command.endswith("./sgl-kernel")]
         self.assertEqual([command.count("DDTREE_CUDA=ON") for command, _ in built], [1])
         self.assertEqual((built[0][1]["CUDACXX"], built[0][1]["CUDA_HOME"]), ("/cuda/bin/nvcc", "/cuda"))

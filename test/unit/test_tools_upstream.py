@@ -29,7 +29,7 @@ class TestPins(unittest.TestCase):
 
     def test_the_stand_in_for_the_kernels_has_their_version(self):
         version = f'"{Pins.load().kernel}+cpu"'
-        host = ROOT / "sgl-kernel" / "host"
+        host = ROOT / "sgl-kernel" / "cpu_stub"
         self.assertIn(f"\nversion = {version}\n", (host / "pyproject.toml").read_text())
         self.assertIn(f"\n__version__ = {version}\n", (host / "sgl_kernel" / "__init__.py").read_text())
 

@@ -48,7 +48,7 @@ def build(profile: str, out: Path) -> None:
     scripts = Path(sys.executable).parent
     if profile == "cpu":
         environment["PATH"] = f"{scripts}:{environment['PATH']}"
-        subprocess.run([*wheel, ROOT / "sgl-kernel" / "host"], check=True, env=environment)
+        subprocess.run([*wheel, ROOT / "sgl-kernel" / "cpu_stub"], check=True, env=environment)
     else:
         with tempfile.NamedTemporaryFile("w", suffix=".lock") as pins:
             pins.write(locked(ROOT / "requirements" / "cuda.lock", "torch"))

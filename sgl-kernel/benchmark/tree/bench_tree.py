@@ -14,7 +14,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from sgl_kernel.ddtree import Accepted, DraftTrees, KVBuffers, accept, build, commit
+from sgl_kernel.ddtree import Accepted, DraftTrees, KVBuffers, accept_path, build_trees, commit_path
 
 LAUNCHES = 20
 REPLAYS = 30
@@ -55,7 +55,9 @@ def bench_trees(b: int, rows: int, depth: int, width: int) -> list[dict]:
     out = Accepted.allocate(b, depth + 1, "cuda")
     results = []
     for spine in (False, True):
-        calls = [lambda c=c, p=p, t=t, s=spine: build(c, p, bonus, t, keep_spine=s) for c, p, t in inputs]
+        calls = [
+            lambda c=c, p=p, t=t, s=spine: build_trees(c, p, bonus, t, keep_top1_path=s) for c, p, t in inputs
+        ]
         results.append(dict(op="build, spine" if spine else "build", **shape, us=microseconds(calls)))
     # Half of the rows say their first child: paths of a few nodes.
     targets = []
@@ -63,7 +65,7 @@ def bench_trees(b: int, rows: int, depth: int, width: int) -> list[dict]:
         child = trees.first_child.long().clamp(min=0)
         says_it = (trees.first_child >= 0) & (torch.rand(b, rows, device="cuda") < 0.8)
         targets.append(torch.where(says_it, trees.tokens.gather(1, child), -1))
-    calls = [lambda t=t, x=x: accept(t, x, out) for (_, _, t), x in zip(inputs, targets, strict=True)]
+    calls = [lambda t=t, x=x: accept_path(t, x, out) for (_, _, t), x in zip(inputs, targets, strict=True)]
     results.append(
         dict(op="accept", **shape, us=microseconds(calls), length=out.lengths.float().mean().item())
     )
@@ -102,7 +104,7 @@ def bench_commit(name: str, b: int, buffers: int, row_bytes: int, hidden_width: 
                 hidden, 0, (path + torch.arange(0, b * rows, rows, device="cuda")[:, None]).flatten()
             )
 
-        us = microseconds([lambda p=path, n=lengths: commit(p, n, slots, kv, hidden, hidden_out)])
+        us = microseconds([lambda p=path, n=lengths: commit_path(p, n, slots, kv, hidden, hidden_out)])
         results.append(
             dict(
                 op=f"commit, {name}, {where}",

@@ -157,7 +157,7 @@ class Inputs:
     def ours(self, fp8: bool):
         s = self.shape
         workspace = verify_workspace(
-            batch=s.b, max_rows=s.n, h_q=s.h_q, h_kv=s.h_kv, d_qk=s.d_qk, d_v=s.d_v, device=self.q.device
+            batch=s.b, num_nodes=s.n, h_q=s.h_q, h_kv=s.h_kv, d_qk=s.d_qk, d_v=s.d_v, device=self.q.device
         )
         keywords = dict(
             qo_indptr=self.qo_indptr,

@@ -1,7 +1,7 @@
 """Draft-tree ops for tree-structured speculative decoding, under torch.ops.sgl_kernel."""
 
 from . import _library  # noqa: F401  registers the ops that the modules below name
-from .tree import Accepted, DraftTrees, KVBuffers, accept, ancestor_depth, build, commit
+from .tree import Accepted, DraftTrees, KVBuffers, accept_path, ancestor_depth, build_trees, commit_path
 from .verify import VerifyWorkspace, verify_gqa, verify_mla, verify_workspace
 
 __all__ = [
@@ -9,10 +9,10 @@ __all__ = [
     "DraftTrees",
     "KVBuffers",
     "VerifyWorkspace",
-    "accept",
+    "accept_path",
     "ancestor_depth",
-    "build",
-    "commit",
+    "build_trees",
+    "commit_path",
     "verify_gqa",
     "verify_mla",
     "verify_workspace",

@@ -9,7 +9,7 @@ import torch
 
 _ops = torch.ops.sgl_kernel
 
-MAX_ROWS = 256  # N, rows of one tree, the root included: csrc/tree/params.h
+MAX_NODES = 256  # N, rows of one tree, the root included: csrc/tree/params.h
 MAX_DEPTH = 32  # L, draft positions
 MAX_CANDIDATES = 32  # K, of a position
 
@@ -26,7 +26,7 @@ class _FixedTensors:
 @dataclass
 class DraftTrees(_FixedTensors):
     """One draft tree a request, N rows each: row 0 is the root, the bonus token of the step before; rows 1 to
-    num_rows - 1 are nodes, parents before children; the rest is padding, which no row is linked to.
+    sizes - 1 are nodes, parents before children; the rest is padding, which no row is linked to.
     """
 
     tokens: torch.Tensor  # [b, N] int64; padding: the root's token
@@ -35,7 +35,7 @@ class DraftTrees(_FixedTensors):
     ancestors: torch.Tensor  # [b, N, words] int64, bit j: row j is an ancestor of the row or the row itself
     first_child: torch.Tensor  # [b, N] int32, row, or -1; siblings are linked best first
     next_sibling: torch.Tensor  # [b, N] int32, row, or -1
-    num_rows: torch.Tensor  # [b] int32, root and nodes: 1 to N
+    sizes: torch.Tensor  # [b] int32, root and nodes: 1 to N
     positions: torch.Tensor | None = None  # [b, N] int64, prefix length + depth, where wanted
 
     @classmethod
@@ -52,7 +52,7 @@ class DraftTrees(_FixedTensors):
             ancestors=new(b, rows, -(-rows // 64), dtype=torch.int64),
             first_child=new(b, rows),
             next_sibling=new(b, rows),
-            num_rows=new(b),
+            sizes=new(b),
             positions=new(b, rows, dtype=torch.int64) if positions else None,
         )
 
@@ -119,14 +119,14 @@ class KVBuffers:
         return cls(table, max(row_bytes for _, row_bytes, _ in rows), buffers)
 
 
-def build(
+def build_trees(
     candidates: torch.Tensor,
     log_probs: torch.Tensor,
     bonus: torch.Tensor,
     out: DraftTrees,
     *,
     log_sum: torch.Tensor | None = None,
-    keep_spine: bool = False,
+    keep_top1_path: bool = False,
     budget: torch.Tensor | None = None,
     prefix_lens: torch.Tensor | None = None,
 ) -> DraftTrees:
@@ -138,7 +138,7 @@ def build(
     the same size has a larger sum of prefix probabilities. Candidates of probability 0 (-inf, NaN) are never
     nodes: a tree can have fewer nodes than the budget, as it has when there are fewer prefixes.
 
-    The same on the CPU and on CUDA, bit for bit. Can be captured: shapes and keep_spine are fixed then, all else is
+    The same on the CPU and on CUDA, bit for bit. Can be captured: shapes and keep_top1_path are fixed then, all else is
     read on the device.
 
     Args:
@@ -147,7 +147,7 @@ def build(
         bonus: [b] int64, the roots' tokens.
         out: of b requests and N rows, N up to 256, to write into.
         log_sum: [b, L] float32, logsumexp of each position's logits.
-        keep_spine: makes the first candidates of all depths nodes, as many as the budget has, in rows 1, 2, ...;
+        keep_top1_path: makes the first candidates of all depths nodes, as many as the budget has, in rows 1, 2, ...;
             the other nodes are the best of the rest, in the same order. A path accepted along this spine is in
             its final slots already.
         budget: [b] int32, most nodes of each tree (clamped to 0 to N - 1); None: N - 1.
@@ -168,20 +168,20 @@ def build(
         bonus,
         budget,
         prefix_lens,
-        keep_spine,
+        keep_top1_path,
         out.tokens,
         out.parents,
         out.depths,
         out.ancestors,
         out.first_child,
         out.next_sibling,
-        out.num_rows,
+        out.sizes,
         out.positions,
     )
     return out
 
 
-def accept(trees: DraftTrees, target: torch.Tensor, out: Accepted) -> Accepted:
+def accept_path(trees: DraftTrees, target: torch.Tensor, out: Accepted) -> Accepted:
     """Walks each tree from the root along the target's tokens.
 
     At each row the target's token there is emitted. While a child of the row holds that token, the child is accepted
@@ -203,7 +203,7 @@ def accept(trees: DraftTrees, target: torch.Tensor, out: Accepted) -> Accepted:
     return out
 
 
-def commit(
+def commit_path(
     path: torch.Tensor,
     lengths: torch.Tensor,
     slots: torch.Tensor,

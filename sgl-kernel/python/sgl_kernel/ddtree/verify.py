@@ -23,7 +23,7 @@ class VerifyWorkspace:
     # [i]: pieces that a request's KV is cut into, on average, in a launch of i + 1 requests. Few requests need
     # many to occupy the whole card; one plan for the largest batch would leave most of it idle.
     num_splits: tuple[int, ...]
-    max_rows: int  # most tree rows of a request, root included: 1 to 256
+    num_nodes: int  # most tree rows of a request, root included: 1 to 256
 
     @property
     def batch(self) -> int:
@@ -34,7 +34,7 @@ class VerifyWorkspace:
 def verify_workspace(
     *,
     batch: int,
-    max_rows: int,
+    num_nodes: int,
     h_q: int,
     h_kv: int,
     d_qk: int,
@@ -45,7 +45,7 @@ def verify_workspace(
 
     Args:
         batch: most requests a launch.
-        max_rows: most tree rows of a request, the root included: 1 to 256.
+        num_nodes: most tree rows of a request, the root included: 1 to 256.
         h_q, h_kv: query and KV heads on this rank. MLA: h_kv is 1.
         d_qk, d_v: head sizes. MLA: 576 and 512.
         device: of the tensors to come. The plan depends on its number of multiprocessors, never on lengths.
@@ -54,21 +54,21 @@ def verify_workspace(
         VerifyWorkspace for verify_gqa() or verify_mla().
 
     Raises:
-        ValueError: max_rows or batch out of range, or h_q no multiple of h_kv.
+        ValueError: num_nodes or batch out of range, or h_q no multiple of h_kv.
     """
-    if not 1 <= max_rows <= 256:
-        raise ValueError(f"max_rows: expected 1 to 256, got {max_rows}")
+    if not 1 <= num_nodes <= 256:
+        raise ValueError(f"num_nodes: expected 1 to 256, got {num_nodes}")
     if batch < 1:
         raise ValueError(f"batch: expected 1 or more, got {batch}")
     if h_kv < 1 or h_q % h_kv:
         raise ValueError(f"h_q: expected a multiple of h_kv = {h_kv}, got {h_q}")
     like = torch.empty(0, device=device)
     plans = [
-        _ops.ddtree_verify_plan(like, requests, max_rows, h_q, h_kv, d_qk, d_v)
+        _ops.ddtree_verify_plan(like, requests, num_nodes, h_q, h_kv, d_qk, d_v)
         for requests in range(1, batch + 1)
     ]
     buffer = torch.empty(max(size for _, size in plans), dtype=torch.uint8, device=device)
-    return VerifyWorkspace(buffer, tuple(num_splits for num_splits, _ in plans), max_rows)
+    return VerifyWorkspace(buffer, tuple(num_splits for num_splits, _ in plans), num_nodes)
 
 
 def verify_gqa(
@@ -111,7 +111,7 @@ def verify_gqa(
         kv_indices: [*] int32 or int64, slots of the prefix tokens.
         prefix_lens: [b] int32, prefix tokens of each request; at most kv_indptr[r + 1] - kv_indptr[r].
         tree_slots: [T] int32 or int64, slot of each tree row's own K and V.
-        ancestors: [T, words] int64, words of 64 nodes, at least ceil(max_rows / 64). Bit j: node j of the
+        ancestors: [T, words] int64, words of 64 nodes, at least ceil(num_nodes / 64). Bit j: node j of the
             same request is an ancestor of the row, or the row itself. Parents come before their children.
         workspace: from verify_workspace(), for at least this many requests.
         sm_scale: softmax scale; None: d ** -0.5.
@@ -149,7 +149,7 @@ def verify_gqa(
         q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
         logit_cap,
         sliding_window,
-        workspace.max_rows,
+        workspace.num_nodes,
         num_splits,
         workspace.buffer,
         out,
@@ -209,7 +209,7 @@ def verify_mla(
         sm_scale,
         logit_cap,
         sliding_window,
-        workspace.max_rows,
+        workspace.num_nodes,
         num_splits,
         workspace.buffer,
         out,
@@ -230,7 +230,7 @@ def _check(indices, workspace: VerifyWorkspace, cache, debug: bool | None) -> in
         return num_splits
     if torch.cuda.is_current_stream_capturing():
         return num_splits  # the check waits for the device, which a capture forbids
-    _ops.ddtree_verify_check(*indices, workspace.max_rows, cache.shape[0])
+    _ops.ddtree_verify_check(*indices, workspace.num_nodes, cache.shape[0])
     return num_splits
 
 

@@ -133,7 +133,7 @@ class TreeVerifyMixin:
 
     def _install(self, *, runner, mode: str, rows: int) -> None:
         self.tree_mode = mode
-        self.tree_rows = rows
+        self.num_nodes = rows
         self.tree_words = words_of(rows)
         self.tree_runner = runner
         self.tree_ancestors = None  # [T, words] int64; static once init_cuda_graph_state has run
@@ -144,7 +144,7 @@ class TreeVerifyMixin:
             for shape in {layer_shape(layer) for layer in verify_layers(runner.model)}:
                 self.tree_workspaces[shape] = verify_workspace(
                     batch=runner.req_to_token_pool.req_to_token.shape[0],
-                    max_rows=rows,
+                    num_nodes=rows,
                     h_q=shape[0],
                     h_kv=shape[1],
                     d_qk=shape[2],
@@ -170,7 +170,7 @@ class TreeVerifyMixin:
         self.tree_static = dict(
             ancestors=torch.ones(max_num_tokens, self.tree_words, dtype=torch.int64, device=device),
             prefix_lens=torch.zeros(max_bs, dtype=torch.int32, device=device),
-            qo_indptr=torch.arange(max_bs + 1, dtype=torch.int32, device=device) * self.tree_rows,
+            qo_indptr=torch.arange(max_bs + 1, dtype=torch.int32, device=device) * self.num_nodes,
         )
         if self.tree_mode != "native":
             self._verify_mask = msgspec.structs.replace(self._verify_mask, buffer=self._empty_mask(max_bs))
@@ -182,7 +182,7 @@ class TreeVerifyMixin:
         know to have finished; but prefix and tree lie in the request's row of slots.
         """
         row_slots = self.tree_runner.req_to_token_pool.req_to_token.shape[1]
-        return torch.ones(bs * self.tree_rows * row_slots, dtype=torch.uint8, device=self.tree_runner.device)
+        return torch.ones(bs * self.num_nodes * row_slots, dtype=torch.uint8, device=self.tree_runner.device)
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False):
         if not forward_batch.forward_mode.is_target_verify():
@@ -193,7 +193,7 @@ class TreeVerifyMixin:
         spec_info.custom_mask = self._verify_mask.buffer[:0] if masked else None
         super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         bs = forward_batch.req_pool_indices.shape[0]
-        ancestors = self.tree_static["ancestors"][: bs * self.tree_rows]
+        ancestors = self.tree_static["ancestors"][: bs * self.num_nodes]
         words = getattr(spec_info, "ancestors", None)
         if words is not None:  # none at capture
             ancestors[: words.shape[0]].copy_(words)
@@ -229,7 +229,7 @@ class TreeVerifyMixin:
             mask: flat; request r owns N * (prefix + N) cells, row by row.
             bs: requests.
         """
-        rows, device = self.tree_rows, mask.device
+        rows, device = self.num_nodes, mask.device
         prefix = self.tree_prefix_lens.long()
         width = prefix + rows
         start = torch.cumsum(rows * width, 0) - rows * width

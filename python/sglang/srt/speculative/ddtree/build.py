@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from sgl_kernel.ddtree import DraftTrees, build
+from sgl_kernel.ddtree import DraftTrees, build_trees
 from sglang.srt.models.dflash import candidate_topk
 
 
@@ -17,17 +17,17 @@ class TreeBuilder:
         block_size: F, positions of a draft pass; position 0 is the bonus token.
         rows: N, rows of a tree.
         candidates: K, of each position.
-        keep_spine: whether the first choices of all depths are always in the tree.
+        keep_top1_path: whether the first choices of all depths are always in the tree.
         max_bs: most requests of a captured graph.
         device: of the trees.
     """
 
-    def __init__(self, *, lm_head, block_size, rows, candidates, keep_spine, max_bs, device):
+    def __init__(self, *, lm_head, block_size, rows, candidates, keep_top1_path, max_bs, device):
         self.lm_head = lm_head
         self.block_size = block_size
         self.rows = rows
         self.candidates = candidates
-        self.keep_spine = keep_spine
+        self.keep_top1_path = keep_top1_path
         self.device = device
         self.trees = DraftTrees.allocate(max_bs, rows, device)  # what a captured graph builds into
 
@@ -52,11 +52,11 @@ class TreeBuilder:
             hidden, self.lm_head, self.candidates, with_partition=self.candidates > 1
         )
         shape = (bs, self.block_size - 1, self.candidates)
-        build(
+        build_trees(
             tokens.view(shape),
             logits.float().view(shape),
             input_ids.view(bs, -1)[:, 0].contiguous(),
             trees,
             log_sum=None if log_sum is None else log_sum.float().view(shape[:2]),
-            keep_spine=self.keep_spine,
+            keep_top1_path=self.keep_top1_path,
         )

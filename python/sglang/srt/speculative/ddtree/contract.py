@@ -15,7 +15,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 256  # rows of one tree, the root included: sgl-kernel/csrc/tree_verify/params.h
+MAX_NODES = 256  # rows of one tree, the root included: sgl-kernel/csrc/tree_verify/params.h
 MAX_DEPTH = 32  # nodes below the root on one path
 MAX_CANDIDATES = 32  # candidates a draft position
 DEFAULT_ROWS = 32
@@ -277,7 +277,7 @@ def resolve_widths(args) -> None:
     rows = args.speculative_num_draft_tokens or max(DEFAULT_ROWS, block)
     candidates = args.speculative_eagle_topk or DEFAULT_CANDIDATES
     for flag, value, low, high in (
-        ("--speculative-num-draft-tokens", rows, 2, MAX_ROWS),
+        ("--speculative-num-draft-tokens", rows, 2, MAX_NODES),
         ("--speculative-dflash-block-size", block, 2, MAX_DEPTH + 1),
         ("--speculative-eagle-topk", candidates, 1, MAX_CANDIDATES),
     ):

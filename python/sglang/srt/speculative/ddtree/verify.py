@@ -109,7 +109,7 @@ def target_tokens(
 
 
 def kv_buffers(pool) -> KVBuffers:
-    """The buffers of the target's KV pool, for commit().
+    """The buffers of the target's KV pool, for commit_path().
 
     Raises:
         ValueError: a pool whose rows are not one a slot in every layer, or that keeps more than them.

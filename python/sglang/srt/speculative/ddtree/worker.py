@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
-from sgl_kernel.ddtree import Accepted, DraftTrees, accept, commit
+from sgl_kernel.ddtree import Accepted, DraftTrees, accept_path, commit_path
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.attention import ddtree_backend
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
@@ -50,7 +50,7 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker):
         spec = get_spec()
-        self.tree_rows = spec.speculative_num_draft_tokens
+        self.num_nodes = spec.speculative_num_draft_tokens
         self.candidates = spec.speculative_eagle_topk
         # The base class takes the width of a draft pass from here; outside, the leaf is the width of a verify.
         with spec.override(speculative_num_draft_tokens=spec.speculative_dflash_block_size):
@@ -60,10 +60,10 @@ class DDTreeWorker(DFlashWorkerV2):
             # Before the attention backends ask. Models that do not tell it themselves (Laguna, MiMo-V2) have it from the
             # KV pool of layers with a window, which DDTREE does without: see contract.share_slots().
             self.model_runner.sliding_window_size = ddtree_backend.widest_window(self.model_runner.model)
-        self.speculative_num_draft_tokens = self.tree_rows
+        self.speculative_num_draft_tokens = self.num_nodes
         self._kv = None
         self._on_cpu = torch.device(self.device).type == "cpu"
-        self._row_offsets = torch.arange(self.tree_rows, device=self.device)
+        self._row_offsets = torch.arange(self.num_nodes, device=self.device)
         # With this name the drafter embeds its ids itself, inside the captured graph. Handing it embeddings instead costs
         # a copy, and upstream's eager runner casts them to bfloat16 whatever the model's dtype.
         self.draft_model.forward_embed = self._embed_block
@@ -117,7 +117,7 @@ class DDTreeWorker(DFlashWorkerV2):
         room for N + 4 there at page size 1: on CUDA the rest would go into the next request's row.
         """
         table = pool.req_to_token
-        width = self.model_runner.model_config.context_len + 2 * self.tree_rows + get_schedule().page_size
+        width = self.model_runner.model_config.context_len + 2 * self.num_nodes + get_schedule().page_size
         if width > table.shape[1]:
             pool.req_to_token = table.new_zeros(table.shape[0], width)
             self.model_runner.init_kv_index_translator()  # which holds the table
@@ -132,7 +132,7 @@ class DDTreeWorker(DFlashWorkerV2):
             self.model_runner.attn_backend,
             self.model_runner,
             mode=get_spec().speculative_ddtree_verify,
-            rows=self.tree_rows,
+            rows=self.num_nodes,
         )
         lm_head = unwrap_lora_layer(getattr(self.model_runner.model, "lm_head", None))
         if lm_head is None:
@@ -142,9 +142,9 @@ class DDTreeWorker(DFlashWorkerV2):
         self.builder = TreeBuilder(
             lm_head=lm_head,
             block_size=self.block_size,
-            rows=self.tree_rows,
+            rows=self.num_nodes,
             candidates=self.candidates,
-            keep_spine=get_spec().speculative_ddtree_spine == "keep",
+            keep_top1_path=get_spec().speculative_ddtree_spine == "keep",
             max_bs=0 if self._on_cpu else max(get_exec().graph.cuda_graph_config.decode.bs or [0]),
             device=self.device,
         )
@@ -155,7 +155,7 @@ class DDTreeWorker(DFlashWorkerV2):
             device=self.device,
         )
         self.metrics = DDTreeMetrics(
-            rows=self.tree_rows,
+            rows=self.num_nodes,
             depth=self.block_size,
             labels={"model_name": get_serving().served_model_name},
             enabled=get_observability().enable_metrics and get_parallel().tp_rank == 0,
@@ -188,7 +188,7 @@ class DDTreeWorker(DFlashWorkerV2):
         prefix_lens = batch.seq_lens  # a tensor of the previous step, maybe of another stream
         if not self._on_cpu:
             prefix_lens.record_stream(torch.get_device_module(self.device).current_stream())
-        bs, rows, depth = len(prefix_lens), self.tree_rows, self.block_size
+        bs, rows, depth = len(prefix_lens), self.num_nodes, self.block_size
 
         window = prefix_lens[:, None] + self._row_offsets  # positions of the slots that this step may write
         table = self.model_runner.req_to_token_pool.req_to_token
@@ -238,7 +238,7 @@ class DDTreeWorker(DFlashWorkerV2):
             keep_logits=batch.return_logprob,
         )
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target)
-        accepted = accept(trees, target.view(bs, rows), Accepted.allocate(bs, depth, self.device))
+        accepted = accept_path(trees, target.view(bs, rows), Accepted.allocate(bs, depth, self.device))
         if penalized is not None:
             self.penalties.count(batch.req_pool_indices, accepted.tokens, accepted.lengths)
         new_seq_lens = prefix_lens + accepted.lengths
@@ -305,7 +305,7 @@ class DDTreeWorker(DFlashWorkerV2):
             output = self.draft_model_runner.forward(forward_batch)
             if self._draft_sampler is not None and output.can_run_graph:
                 return self.builder.trees.first(bs)  # built by the graph
-            trees = DraftTrees.allocate(bs, self.tree_rows, self.device)
+            trees = DraftTrees.allocate(bs, self.num_nodes, self.device)
             self.builder.build(output.logits_output.hidden_states, ids.flatten(), trees)
             return trees
 
@@ -343,7 +343,7 @@ class DDTreeWorker(DFlashWorkerV2):
                 self.model_runner.token_to_kv_pool
             )  # now: graph capture may have resized the pool
         path_hidden = hidden.new_empty(bs, depth, hidden.shape[-1])
-        commit(accepted.path, accepted.lengths, slots, self._kv, hidden[: slots.numel()], path_hidden)
+        commit_path(accepted.path, accepted.lengths, slots, self._kv, hidden[: slots.numel()], path_hidden)
         cache_loc = self._draft_write_ids(plan).view(bs, -1)[:, :depth].contiguous()
         self._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=path_hidden.view(bs * depth, -1),

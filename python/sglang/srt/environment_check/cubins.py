@@ -9,8 +9,8 @@ import subprocess
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from sglang.srt.check_env.report import FAIL, NONE, OK, WARN, Row, site_packages
-from sglang.srt.check_env.toolchain import architectures, cuda_home
+from sglang.srt.environment_check.report import FAIL, NONE, OK, WARN, Row, site_packages
+from sglang.srt.environment_check.toolchain import architectures, cuda_home
 
 # Libraries with device code that serve; torch's own is large and lists the vendor's choice.
 LIBRARIES = (
@@ -72,7 +72,7 @@ def serves(cubin: str, capability: tuple[int, int]) -> bool:
 
 
 def libraries() -> list[Row]:
-    from sglang.srt.check_env.installation import profile
+    from sglang.srt.environment_check.installation import profile
 
     if profile() == "cpu":
         return [Row("architectures", NONE, "the CPU profile ships no device code")]
@@ -89,7 +89,7 @@ def libraries() -> list[Row]:
 
 def kernels() -> list[Row]:
     """Our own kernels, an architecture a row. One that only a single architecture has was written for it."""
-    from sglang.srt.check_env.installation import profile
+    from sglang.srt.environment_check.installation import profile
 
     if profile() == "cpu":
         return []

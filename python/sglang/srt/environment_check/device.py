@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 
-from sglang.srt.check_env.cubins import cubins_of, serves
-from sglang.srt.check_env.report import FAIL, NONE, OK, WARN, Row, last_line, site_packages
+from sglang.srt.environment_check.cubins import cubins_of, serves
+from sglang.srt.environment_check.report import FAIL, NONE, OK, WARN, Row, last_line, site_packages
 
 MIN_DRIVER = 580  # the first branch that runs CUDA 13.0
 SHARED_BYTES = 101_376  # what a block of our kernels may use: sm_120's limit, the smallest that we serve
@@ -125,7 +125,7 @@ def verify(device: str):
     rows, heads_q, size = inputs["q"].shape
     heads_kv = inputs["k_cache"].shape[1]
     workspace = verify_workspace(
-        batch=1, max_rows=rows, h_q=heads_q, h_kv=heads_kv, d_qk=size, d_v=size, device=device
+        batch=1, num_nodes=rows, h_q=heads_q, h_kv=heads_kv, d_qk=size, d_v=size, device=device
     )
     return verify_gqa(**inputs, workspace=workspace).cpu()
 

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from sglang.srt.check_env.report import FAIL, NONE, OK, Row, build_info, last_line, site_packages
+from sglang.srt.environment_check.report import FAIL, NONE, OK, Row, build_info, last_line, site_packages
 
 COMPILE_SECONDS = 300
 DEFAULT_ARCHITECTURES = "9.0;10.0a;10.3a;12.0f"
@@ -74,7 +74,7 @@ def architectures() -> list[str]:
 
 
 def compiler() -> list[Row]:
-    from sglang.srt.check_env.installation import profile
+    from sglang.srt.environment_check.installation import profile
 
     if profile() == "cpu":
         return [Row("compiler", NONE, "the CPU profile compiles nothing at first use")]

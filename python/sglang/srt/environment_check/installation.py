@@ -11,7 +11,7 @@ import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from sglang.srt.check_env.report import (
+from sglang.srt.environment_check.report import (
     FAIL,
     NONE,
     OK,
@@ -178,7 +178,7 @@ def left_out() -> list[Row]:
     if not path.exists():
         return [Row("left out", NONE, "this installation is complete")]
     records = json.loads(path.read_text())
-    from sglang.srt.check_env.report import site_packages
+    from sglang.srt.environment_check.report import site_packages
 
     back = [p for r in records if r["verb"] == "remove" for p in r["paths"] if list(site_packages().glob(p))]
     if back:
@@ -203,7 +203,7 @@ for name in sys.argv[1:]:
 def imports() -> list[Row]:
     """Imports what serves, in a process of its own. Without a driver a stub of libcuda stands in for it."""
     import torch
-    from sglang.srt.check_env.toolchain import driver_stub
+    from sglang.srt.environment_check.toolchain import driver_stub
 
     names = (*MODULES[profile()], *(WITH_A_CARD if torch.cuda.is_available() else ()))
     environment = dict(os.environ)

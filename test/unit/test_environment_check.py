@@ -9,9 +9,9 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from sglang.srt.check_env import __main__ as main
-from sglang.srt.check_env import cubins, device, installation, report, toolchain
-from sglang.srt.check_env.report import FAIL, NONE, OK, WARN, Row
+from sglang.srt.environment_check import __main__ as main
+from sglang.srt.environment_check import cubins, device, installation, report, toolchain
+from sglang.srt.environment_check.report import FAIL, NONE, OK, WARN, Row
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 

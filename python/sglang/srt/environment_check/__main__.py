@@ -7,8 +7,8 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-from sglang.srt.check_env import cubins, device, installation, toolchain
-from sglang.srt.check_env.report import FAIL, Row, failed, show
+from sglang.srt.environment_check import cubins, device, installation, toolchain
+from sglang.srt.environment_check.report import FAIL, Row, failed, show
 
 CHECKS: list[Callable[[], list[Row]]] = [
     installation.versions,
@@ -41,7 +41,7 @@ def run(checks: list[Callable[[], list[Row]]]) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sglang.srt.check_env", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m sglang.srt.environment_check", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the report as JSON, with each check's data")
     arguments = parser.parse_args(argv)
     rows = run(CHECKS)
