@@ -1,4 +1,4 @@
-"""The instruments' server arguments, and that nothing is wrapped while they and the guard are off."""
+"""The server arguments of the instruments, and how ``guard_capture`` wraps a forward."""
 
 import argparse
 import sys
@@ -32,7 +32,7 @@ class ArgumentsTest(unittest.TestCase):
             (args.debug_graph_races, args.debug_graph_diff, args.debug_graph_canary), (None, None, None)
         )
 
-    def test_all_off_is_the_same_function(self):
+    def test_all_off_returns_the_same_function(self):
         forward = lambda: 1  # noqa: E731
         with mock.patch("sglang.srt.runtime_context.get_exec", flags):
             with mock.patch.dict("os.environ", SGLANG_GRAPH_GUARD="0"):
@@ -67,7 +67,7 @@ class ArgumentsTest(unittest.TestCase):
         self.assertEqual(backend._graph_diff.steps, 1)
 
     def test_a_segment_lasts_until_the_next_one_opens(self):
-        """Breaks are counted, not closed segments: what a break queues belongs to the segment before it."""
+        """The segment number counts breaks, so the work of a break belongs to the segment before it."""
         graph = SimpleNamespace(_segments=[object()], _break_fns=[])
         module = SimpleNamespace(
             _current_capture_var=SimpleNamespace(get=lambda: SimpleNamespace(cuda_graph=graph))
@@ -103,13 +103,13 @@ class ArgumentsTest(unittest.TestCase):
         self.assertNotIn("_page_canary", vars(backend.model_runner))
 
     def test_canary_of_a_graph_without_a_runner(self):
-        """Upstream's row-bucket graphs are captured in the middle of a forward."""
+        """Upstream captures its row-bucket graphs in the middle of a forward."""
         with mock.patch("sglang.srt.runtime_context.get_exec", lambda: flags(debug_graph_canary=4)):
             with mock.patch.dict("os.environ", SGLANG_GRAPH_GUARD="0"):
                 forward = lambda: None  # noqa: E731
                 self.assertIs(graph_guard.guard_capture(forward, object(), 4), forward)
 
-    def test_canary_refuses_pools_that_others_fill(self):
+    def test_canary_refuses_features_that_fill_pools_in_other_ways(self):
         usual = {"enable_hierarchical_cache": False, "enable_hisparse": False, "disaggregation_mode": "null"}
         backend = SimpleNamespace(model_runner=SimpleNamespace())
         for other in (

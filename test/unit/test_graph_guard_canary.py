@@ -1,4 +1,4 @@
-"""The page canary on CPU pools."""
+"""The page canary, on pools in CPU memory."""
 
 import types
 import unittest
@@ -40,7 +40,7 @@ class CanaryTest(unittest.TestCase):
         self.step(canary, 9 * PAGE)
         self.assertEqual(canary.violations, [])
 
-    def test_a_write_outside_is_reported_once_with_step_page_and_owner(self):
+    def test_a_stray_write_is_reported_once_with_step_page_and_owner(self):
         p = pool()
         canary = PageCanary([p], 1)
         self.step(canary, 2 * PAGE)
@@ -49,7 +49,9 @@ class CanaryTest(unittest.TestCase):
         self.step(canary, 6 * PAGE)
         (found,) = canary.violations
         self.assertEqual((found.step, found.page, found.owner), (2, 7, "C4 KV layer 1"))
-        self.assertIn("step 2: page 7 of C4 KV layer 1 changed since step 1", str(found))
+        self.assertEqual(
+            str(found), "step 2: page 7 of C4 KV layer 1 changed since step 1, but no step stored to it"
+        )
 
     def test_padding_rows_store_to_page_zero(self):
         p = pool()
@@ -58,12 +60,12 @@ class CanaryTest(unittest.TestCase):
         self.step(canary, 5 * PAGE)
         self.assertEqual(canary.violations, [])
 
-    def test_sampling_finds_it_within_its_interval(self):
+    def test_sampling_finds_a_write_within_its_interval(self):
         p = pool(pages=18)
         canary = PageCanary([p], 4)
         p.buffers[0][13] += 1
         p.buffers[0][14] += 1
-        canary.expect(torch.tensor([14 * PAGE]))  # stored in another step than the one that looks
+        canary.expect(torch.tensor([14 * PAGE]))  # the next step does not check this page
         for _ in range(4):
             self.step(canary, 2 * PAGE)
         self.assertEqual([(v.step, v.page) for v in canary.violations], [(1, 13)])
@@ -124,13 +126,13 @@ class PoolTest(unittest.TestCase):
         self.assertEqual(watched_pools(types.SimpleNamespace(page_size=1)), [])
 
     def test_refusals(self):
-        with self.assertRaisesRegex(ValueError, "this model has none"):
+        with self.assertRaisesRegex(ValueError, "got one that has none"):
             PageCanary([], 1)
         with self.assertRaisesRegex(ValueError, "at least 1, got 0"):
             PageCanary([pool()], 0)
-        with self.assertRaisesRegex(ValueError, "got 33 bytes"):
+        with self.assertRaisesRegex(ValueError, "got 33 bytes per page"):
             page_words(torch.zeros(2, 33, dtype=torch.uint8))
-        with self.assertRaisesRegex(ValueError, "layer 1 must be contiguous int32"):
+        with self.assertRaisesRegex(ValueError, "layer 1: expected contiguous int32"):
             WatchedPool("x", [torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 4)], PAGE)
 
 

@@ -1,4 +1,7 @@
-"""The probe's verdicts. "Captured" means run once under ``capture``: on a CPU that is where a kernel can be wrong."""
+"""The verdicts of the differential probe.
+
+There are no graphs on the CPU. A "captured" run is a run under ``capture``, in which ``Layer`` can misbehave.
+"""
 
 import unittest
 
@@ -62,7 +65,7 @@ class ProbeTest(unittest.TestCase):
                 found[bucket] = probe.check(bucket, bucket, real)
         return probe, found
 
-    def test_a_broken_kernel_is_blamed_and_its_reader_is_not(self):
+    def test_a_broken_kernel_is_blamed_but_its_consumer_is_not(self):
         model = Model(Layer(), Layer(broken_rows=1), Layer())
         _, found = self.probe(model, r"layers\.\d$")
         verdicts = [(f.site, f.verdict, f.rows) for f in found[4]]
@@ -70,7 +73,7 @@ class ProbeTest(unittest.TestCase):
         self.assertAlmostEqual(found[4][0].difference, 1.0, places=5)
         self.assertIn("step 1, bucket 4, layers.1", str(found[4][0]))
 
-    def test_wrong_twice(self):
+    def test_a_broken_kernel_with_wrong_inputs(self):
         model = Model(Layer(broken_rows=0), Layer(broken_rows=0))
         _, found = self.probe(model, r"layers\.1$")
         self.assertEqual([f.verdict for f in found[4]], [BOTH_WRONG])
@@ -79,10 +82,10 @@ class ProbeTest(unittest.TestCase):
         _, found = self.probe(Model(Layer(broken_rows=3)), r"layers\.\d$")
         self.assertEqual(found[4], [])
 
-    def test_right_graph_in_buckets_of_any_order(self):
+    def test_a_correct_graph_in_buckets_of_any_order(self):
         probe, found = self.probe(Model(Layer(), Layer()), "layers", ((2, 2), (8, 5), (4, 4)))
         self.assertEqual(found, {2: [], 8: [], 4: []})
-        # layers and their linears, in and out, of 14 rows
+        # inputs and outputs of 2 layers and their 2 linears, 14 rows in all, 8 floats per row
         self.assertEqual(probe.nbytes(), 2 * 2 * 2 * 14 * 8 * 4)
 
     def test_ops_by_name(self):
@@ -90,7 +93,7 @@ class ProbeTest(unittest.TestCase):
         _, found = self.probe(model, "aten::addmm")
         self.assertEqual([(f.site, f.verdict) for f in found[4]], [("aten::addmm", INPUT_WRONG)])
 
-    def test_a_call_of_another_shape_is_said_and_left_out(self):
+    def test_a_captured_call_of_another_shape_is_logged_and_skipped(self):
         model = Model(Layer())
         probe = GraphDiff("layers.0$", model, capturing=lambda: True)
         with torch.no_grad():
@@ -101,7 +104,7 @@ class ProbeTest(unittest.TestCase):
                     model(torch.ones(5, 8))
         self.assertIn("layers.0", log.output[0])
 
-    def test_an_op_that_only_writes_into_its_arguments(self):
+    def test_an_op_that_returns_nothing_is_judged_by_the_arguments_it_writes(self):
         broken = []
 
         def scaled(out, x):
@@ -124,8 +127,8 @@ class ProbeTest(unittest.TestCase):
             (found,) = probe.check(4, 4, 4)
         self.assertEqual((found.verdict, found.difference), (CAPTURED_WRONG, 1.0))
 
-    def test_what_an_eager_break_runs_is_left_out(self):
-        """Only the capture's own pass would stash there, so every later replay would be compared with that one."""
+    def test_eager_breaks_are_skipped(self):
+        """A break copies into the buffers only during the capture, so later replays would be compared with old data."""
         model = Model(Layer(broken_rows=1))
         captured = [False]
         probe = GraphDiff("layers.0$", model, capturing=lambda: captured[0])
@@ -142,7 +145,9 @@ class ProbeTest(unittest.TestCase):
                 model.layers[0].capturing = True
 
     def test_bad_pattern(self):
-        with self.assertRaisesRegex(ValueError, "--debug-graph-diff must be a regular expression, got '\\('"):
+        with self.assertRaisesRegex(
+            ValueError, "--debug-graph-diff: expected a regular expression, got '\\('"
+        ):
             GraphDiff("(", None)
 
 

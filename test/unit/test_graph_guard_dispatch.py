@@ -1,4 +1,4 @@
-"""The guard's dispatch modes change nothing about what runs: compiled regions stay compiled."""
+"""The guard's dispatch modes do not change what runs. Compiled regions stay compiled."""
 
 import unittest
 
@@ -35,7 +35,7 @@ def modes():
 
 
 class CompiledRegionTest(unittest.TestCase):
-    def test_it_runs_compiled_in_a_mode_and_after_it(self):
+    def test_a_region_runs_compiled_in_a_mode_and_after_it(self):
         for mode in modes():
             with self.subTest(mode=type(mode).__name__), torch.no_grad():
                 torch._dynamo.reset()
@@ -53,7 +53,7 @@ class CompiledRegionTest(unittest.TestCase):
                 self.assertEqual(len(runs), 3)
                 self.assertEqual(y.shape, x.shape)
 
-    def test_a_higher_order_operator_passes(self):
+    def test_a_higher_order_operator_passes_through(self):
         branches = (lambda x: (x + 1,), lambda x: (x,))
         for mode in modes():
             with self.subTest(mode=type(mode).__name__), torch.no_grad(), mode:
@@ -69,7 +69,7 @@ class CompiledRegionTest(unittest.TestCase):
 
 
 class NestedTest(unittest.TestCase):
-    def test_each_mode_sees_the_inside_of_a_python_op_once(self):
+    def test_each_mode_sees_inside_a_python_op_exactly_once(self):
         seen = []
 
         class Named(GuardMode):
@@ -102,7 +102,7 @@ class NestedTest(unittest.TestCase):
         self.assertEqual(seen, [(mode, name) for name in names for mode in ("inner mode", "outer mode")])
         self.assertEqual(torch._C._len_torch_dispatch_stack(), 0)
 
-    def test_an_error_inside_leaves_no_mode_on(self):
+    def test_an_error_inside_a_python_op_leaves_no_mode_on(self):
         library = torch.library.Library("graph_guard_dispatch_error", "DEF")
         self.addCleanup(library._destroy)
         library.define("fails(Tensor x) -> Tensor")

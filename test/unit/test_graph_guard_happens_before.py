@@ -1,4 +1,4 @@
-"""Every kind of trace that the race detector must judge, then random traces against brute-force reachability."""
+"""The happens-before engine on every kind of trace it must judge, and on random traces against brute force."""
 
 import unittest
 
@@ -20,7 +20,7 @@ A = Region(4096, 1024)
 
 
 class Trace(HappensBefore):
-    """A few words of shorthand over the engine."""
+    """Shorthand over the engine."""
 
     def fork(self, source, target):
         self.record((source, target), source)
@@ -84,7 +84,8 @@ class PatternTest(unittest.TestCase):
         self.assertEqual(self.pattern_b(wait=True).races, [])
 
     def indexer(self, wait_after_read):
-        """The DSA indexer: q on the side, its last wait, the read on main, then q_b_proj on the same side stream."""
+        """The DSA indexer: the side stream computes q and waits for the last time, the main stream reads q, then
+        q_b_proj runs on the side stream."""
         t = Trace()
         t.capture_begin(MAIN)
         t.fork(MAIN, SIDE)
@@ -140,7 +141,7 @@ class PatternTest(unittest.TestCase):
         self.assertEqual(t.found(), [(LIVE, "w", "r")])
 
     def test_split_block(self):
-        """A freed block comes back in parts, at other addresses than its own."""
+        """A freed block is handed out again in parts, one of which begins in the middle of the old block."""
         t = Trace()
         t.make(MAIN, "q", Region(4096, 4096))
         t.fork(MAIN, SIDE)
@@ -151,7 +152,7 @@ class PatternTest(unittest.TestCase):
         self.assertEqual(t.found(), [(REUSE, "read q", "part")])
 
     def test_deferred_free(self):
-        """The allocator holds a recorded block back, so the next one is elsewhere; reuse after the join is in order."""
+        """The allocator holds a recorded block back. The next allocation is elsewhere, and reuse follows the join."""
         t = Trace()
         t.capture_begin(MAIN)
         t.make(MAIN, "q")
@@ -175,7 +176,7 @@ class PatternTest(unittest.TestCase):
         self.assertEqual(t.races, [])
 
     def test_side_stream_before_and_in_a_capture_are_two_threads(self):
-        """Work that a break left on the side stream isn't ordered against what the next segment captures there."""
+        """Work that a break left on the side stream is not ordered before what the next segment captures there."""
         t = Trace()
         t.fork(MAIN, SIDE)
         t.make(SIDE, "in the break")
@@ -185,7 +186,7 @@ class PatternTest(unittest.TestCase):
         self.assertEqual(t.found(), [(LIVE, "in the break", "in the segment")])
 
     def test_a_capture_that_was_ordered_after_the_break(self):
-        """The guard makes the wait between break and segment; it holds for every stream of the segment."""
+        """The guard waits between the break and the segment, which orders every stream of the segment."""
         for stream in (MAIN, SIDE):
             t = Trace()
             t.fork(MAIN, SIDE)
@@ -205,7 +206,7 @@ class PatternTest(unittest.TestCase):
         t.op(SIDE, writes=[A], name="gemm on side")
         self.assertEqual(t.found(), [(LIVE, "gemm", "gemm on side")])
 
-    def test_two_readers_are_no_race(self):
+    def test_two_readers_do_not_race(self):
         t = Trace()
         t.make(MAIN, "w")
         t.fork(MAIN, SIDE)
@@ -226,7 +227,7 @@ class PatternTest(unittest.TestCase):
         t.wait_dropped(MAIN, SIDE)
         self.assertEqual(len(t.races), 1)
 
-    def test_host_synchronization_orders_all_that_follows(self):
+    def test_a_host_synchronization_orders_everything_that_follows(self):
         for how in ({}, {"stream": SIDE}, {"event": "e"}):
             t = Trace()
             t.make(SIDE, "w")
@@ -245,7 +246,7 @@ class PatternTest(unittest.TestCase):
             self.assertIn((LIVE, "w", "r"), t.found())
 
     def test_columns_of_one_matrix_are_disjoint(self):
-        """q and k of one fused projection, normalized on two streams."""
+        """The q and k parts of one fused projection are normalized on two streams."""
         q = Region(4096, 10 * 256 - 128, 256, 128)
         k = Region(4096 + 128, 10 * 256 - 128, 256, 128)
         overlapping = Region(4096 + 64, 10 * 256 - 128, 256, 128)
@@ -256,7 +257,7 @@ class PatternTest(unittest.TestCase):
             self.assertEqual(len(t.races), races)
 
 
-# Few operations over many addresses: an operation that races with several would hide one that was missed.
+# Few operations over many addresses. If one operation raced with many others, a missed race would go unnoticed.
 EVENTS = st.one_of(
     st.tuples(st.just("op"), st.integers(0, 2), st.integers(0, 12), st.integers(1, 8), st.booleans()),
     st.tuples(st.just("record"), st.integers(0, 2), st.integers(0, 2)),
@@ -269,10 +270,10 @@ class ReachabilityTest(unittest.TestCase):
     @settings(max_examples=500, deadline=None)
     @given(st.lists(EVENTS, max_size=14))
     def test_random_traces(self, trace):
-        """The engine reports exactly the operations that race, each against an operation it really races with."""
+        """The engine reports every racing operation, and only pairs that really race."""
         engine = HappensBefore()
-        nodes = []  # ("op", region, write) or another kind; edges go from earlier to later nodes
-        before = []
+        nodes = []  # (region, whether it writes) for an operation, None for an event or a wait
+        before = []  # for each node, the indices of all nodes that happen before it
         program, recorded, host = {}, {}, set()
 
         def add(node, stream, extra=()):

@@ -1,4 +1,4 @@
-"""The detector's recorder on CPU tensors with numbered streams, its report and its exit code."""
+"""The race detector's recorder on CPU tensors with numbered streams, its report and its exit status."""
 
 import contextlib
 import io
@@ -31,11 +31,12 @@ class FakeRecorder(Recorder):
         return True
 
 
-class gl:  # stands for another name of such a module
+# The kernels below are only read as source, never run. These two classes stand for Triton's language modules.
+class gl:
     pass
 
 
-class tl:  # stands for triton.language in the kernels below, which are only read
+class tl:
     pass
 
 
@@ -70,14 +71,14 @@ class RecorderTest(unittest.TestCase):
         self.report = RaceReport()
         self.recorder = FakeRecorder(self.report)
 
-    def test_operands_come_from_the_schema(self):
+    def test_the_schema_tells_reads_from_writes(self):
         x, out = torch.ones(8), torch.zeros(8)
         with self.recorder:
             torch.add(x, 1, out=out)
             self.recorder.on = 2
-            y = x * 2  # only reads what stream 1 read
+            y = x * 2  # two reads do not race
             self.assertEqual(self.report.races, [])
-            out.mul_(2)  # reads and writes what stream 1 wrote
+            out.mul_(2)  # writes what stream 1 wrote
         (race,) = self.report.races
         self.assertEqual((race.kind, race.first.stream, race.second.stream), (LIVE, 1, 2))
         self.assertEqual(race.second.name, "aten.mul_.Tensor")
@@ -94,7 +95,7 @@ class RecorderTest(unittest.TestCase):
             out.add_(1)
         self.assertEqual(self.report.races, [])
 
-    def test_reuse_by_allocation_trace(self):
+    def test_reuse_is_found_through_the_allocation_trace(self):
         memory = torch.zeros(64)
         address = memory.data_ptr()
         with self.recorder:
@@ -115,7 +116,7 @@ class RecorderTest(unittest.TestCase):
             torch.empty_like(x)
         self.assertEqual(self.report.engine.operations, 0)
 
-    def test_an_operand_that_only_gives_its_shape_is_not_read(self):
+    def test_an_operand_that_only_provides_its_shape_is_not_read(self):
         x = torch.ones(4)
         with self.recorder:
             x.add_(1)
@@ -125,7 +126,7 @@ class RecorderTest(unittest.TestCase):
             x.clone()
         self.assertEqual(len(self.report.races), 1)
 
-    def test_the_inside_of_a_custom_op_that_is_written_in_python(self):
+    def test_operations_inside_a_custom_op_written_in_python_are_seen(self):
         def forked(x, out):
             self.recorder.on = 2
             out.copy_(x)
@@ -133,7 +134,7 @@ class RecorderTest(unittest.TestCase):
 
         library = torch.library.Library("graph_guard_race_detector", "DEF")
         self.addCleanup(library._destroy)
-        library.define("forked(Tensor x, Tensor out) -> ()")  # says nothing about what it writes
+        library.define("forked(Tensor x, Tensor out) -> ()")  # the schema marks no write
         library.impl("forked", forked, "CPU")
         x, out = torch.ones(4), torch.zeros(4)
         with self.recorder:
@@ -141,7 +142,7 @@ class RecorderTest(unittest.TestCase):
             out.add_(1)
         self.assertEqual({r.first.name for r in self.report.races}, {"aten.copy_.default"})
 
-    def test_opaque_launch_writes_what_nothing_wrote_yet(self):
+    def test_an_opaque_launch_writes_the_operands_that_nothing_wrote_yet(self):
         source, result = torch.ones(4), torch.zeros(4)
         self.recorder.on_alloc(result.data_ptr())
         self.recorder.launch_opaque("jit::forward", [source, result])
@@ -201,7 +202,7 @@ class ReportTest(unittest.TestCase):
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             return race_detector.main(list(argv)), out.getvalue()
 
-    def test_json_text_and_exit_code(self):
+    def test_json_text_and_exit_status(self):
         report = RaceReport()
         recorder = FakeRecorder(report)
         x = torch.zeros(8)

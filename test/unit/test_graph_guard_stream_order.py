@@ -1,4 +1,4 @@
-"""Stream-safe capture and the ordering of breaks, with streams that only keep a record."""
+"""Stream-safe capture and the ordering of graph breaks, with fake streams on the CPU."""
 
 import sys
 import types
@@ -23,12 +23,12 @@ register_cpu_ci(est_time=8, suite="unit")
 
 
 class FakeStreams(CudaStreams):
-    """Streams are strings, CPU tensors count as CUDA's."""
+    """Streams are strings, and CPU tensors count as CUDA tensors unless they are in ``host``."""
 
     def __init__(self):
         self.stream = "main"
         self.in_capture = {"main"}
-        self.host = set()  # addresses
+        self.host = set()  # data addresses of tensors in host memory
         self.recorded = []
 
     def current(self):
@@ -83,13 +83,13 @@ class StreamSafeCaptureTest(unittest.TestCase):
             dead = torch.zeros(1 << 12)
             dead_address = dead.data_ptr()
             del dead
-            self.assertEqual(self.streams_of(x), set())  # one stream needs no record
+            self.assertEqual(self.streams_of(x), set())  # with a single stream there is nothing to record
             self.join("side")
             self.assertEqual(capture.streams, ("main", "side"))
         self.assertEqual(self.streams_of(x), {"main", "side"})
         self.assertNotIn((dead_address, "side"), self.device.recorded)
 
-    def test_a_view_is_its_storage(self):
+    def test_views_are_not_recorded_again(self):
         with self.capture():
             x = torch.ones(8)
             before = len(self.device.recorded)
@@ -106,7 +106,7 @@ class StreamSafeCaptureTest(unittest.TestCase):
         self.assertEqual(self.streams_of(x), {"main", "side"})
 
     def test_storage_first_seen_as_an_operand(self):
-        """A compiled region's result."""
+        """The result of a compiled region first shows up this way."""
         x = torch.ones(4)
         with self.capture():
             self.join("side")
@@ -153,7 +153,7 @@ class StreamSafeCaptureTest(unittest.TestCase):
         self.assertEqual(forks, ["open", "nested"])
 
     def test_a_break_that_captures_a_graph_of_its_own(self):
-        """Such a graph (Nemotron-H's shared experts) is ordered by external events; a wait would end its overlap."""
+        """Nemotron-H's shared experts do this. External events order that graph, and a wait would end its overlap."""
         forks, segment = [], 0
         with self.capture(segment=lambda: segment, on_open_fork=forks.append):
             event = torch.cuda.Event()
@@ -166,14 +166,14 @@ class StreamSafeCaptureTest(unittest.TestCase):
             torch.ones(1)
         self.assertEqual(forks, [])
 
-    def test_events_are_put_back(self):
+    def test_event_methods_are_restored(self):
         record, wait = FakeEvent.record, FakeEvent.wait
         with self.assertRaises(ZeroDivisionError), self.capture():
             raise ZeroDivisionError
         self.assertIs(FakeEvent.record, record)
         self.assertIs(FakeEvent.wait, wait)
 
-    def test_a_validation_hook_that_reads_is_named(self):
+    def test_a_validation_hook_that_reads_a_value_is_named(self):
         def check_finite(module, args, out):
             if out.isnan().any().item():
                 raise ValueError
@@ -206,11 +206,11 @@ class StreamSafeCaptureTest(unittest.TestCase):
             with self.capture(), self.assertRaisesRegex(HostReadInCaptureError, text):
                 read()
 
-    def test_what_reads_nothing_is_not_refused(self):
+    def test_operations_that_read_no_value_are_not_refused(self):
         x, host = torch.ones(3), torch.zeros(3)
         self.device.host.add(host.data_ptr())
         with self.capture():
-            x.to("cpu", copy=True, non_blocking=True)  # a copy to pinned memory is a node like any other
+            x.to("cpu", copy=True, non_blocking=True)  # an asynchronous copy to the host can be captured
             host.copy_(x, non_blocking=True)
             x.copy_(host)
             x[:0].to("cpu", copy=True)
@@ -218,7 +218,7 @@ class StreamSafeCaptureTest(unittest.TestCase):
             x[x > 0] = 1.0  # a masked fill
             x.to(torch.float64)
 
-    def test_the_inside_of_a_custom_op_that_is_written_in_python(self):
+    def test_operations_inside_a_custom_op_written_in_python_are_seen(self):
         seen = []
 
         def overlapped(x):
@@ -324,7 +324,7 @@ class FlashInferTest(unittest.TestCase):
             mock.patch.object(torch.cuda, "current_stream") as current,
         ):
             self.assertTrue(separate_flashinfer_workspaces())
-            self.assertTrue(separate_flashinfer_workspaces())  # once more changes nothing
+            self.assertTrue(separate_flashinfer_workspaces())  # calling it again changes nothing
             current.return_value = types.SimpleNamespace(cuda_stream=1)
             on_main = gemm._get_cache_buf("mm_fp4", 16, "cuda:0")
             self.assertIs(utils._get_cache_buf("mm_fp4", 16, "cuda:0"), on_main)
@@ -349,12 +349,12 @@ class ReuseFlagTest(unittest.TestCase):
         ):
             return stream_order.enable_record_stream_reuse(), settings
 
-    def test_settings_of_the_environment_stay(self):
+    def test_allocator_settings_of_the_environment_are_kept(self):
         on, settings = self.settle({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
         self.assertTrue(on)
         settings.assert_called_once_with("expandable_segments:True,graph_capture_record_stream_reuse:True")
 
-    def test_a_torch_without_the_flag_is_said_in_the_log(self):
+    def test_a_torch_without_the_setting_is_logged(self):
         with self.assertLogs(stream_order.logger, "WARNING") as log:
             on, _ = self.settle({}, RuntimeError("Unrecognized key"))
         self.assertFalse(on)

@@ -1,6 +1,6 @@
-"""Graph guard: multi-stream overlap that is safe under CUDA graphs, and the instruments that prove it.
+"""Graph guard: keeps multi-stream overlap safe under CUDA graphs, and provides the instruments that check it.
 
-Each graph backend passes the forward that it is about to warm up and capture through ``guard_capture``. See
+Before a graph backend warms up and captures a forward, it passes the forward through ``guard_capture``. See
 docs/graph_safety.md.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.model_executor.graph_guard import stream_order
@@ -23,6 +23,9 @@ from sglang.srt.model_executor.graph_guard.stream_order import (
     order_dropped_join,
 )
 
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.graph_guard.race_detector import RaceReport
+
 __all__ = [
     "HostReadInCaptureError",
     "StreamSafeCapture",
@@ -32,23 +35,28 @@ __all__ = [
     "order_dropped_join",
 ]
 
+# The table of server arguments imports this package, so upstream's runtime_context is imported inside functions. So are
+# the instruments: a server that uses none of them does not load them.
+
 logger = logging.getLogger(__name__)
 
 _BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
 
-_race_report = None  # one of the process, over all its captures
+Instrument = Callable[[Callable[[], Any], bool], AbstractContextManager[None]]
+
+_race_report: RaceReport | None = None  # one per process, shared by all its captures
 
 
 def guard_capture(forward: Callable[[], Any], backend: Any, shape_key: Any) -> Callable[[], Any]:
-    """What a graph backend is to warm up and capture in place of ``forward``.
+    """Wrap the forward that a graph backend is about to warm up and capture.
 
     Args:
         forward: runs the model once on static inputs.
-        backend: captures it; knows its runner where the instruments need one.
-        shape_key: the graph's bucket.
+        backend: the graph backend. The instruments reach the model through its runner.
+        shape_key: the bucket of the graph.
     Returns:
-        A function that does the same and, while a capture is open, keeps its memory safe across streams and feeds the
-        instruments that are on. ``forward`` itself when all of it is off.
+        A function that runs ``forward``. During a capture it also keeps memory safe across streams and feeds the
+        enabled instruments. Returns ``forward`` itself when the guard and all instruments are off.
     """
     instruments = _instruments(backend, shape_key)
     if not enabled() and not instruments:
@@ -83,8 +91,8 @@ def _stream_safe_capture() -> StreamSafeCapture:
     )
 
 
-def _instruments(backend: Any, shape_key: Any) -> list[Callable]:
-    """Context managers, to be called with (forward, whether a capture is open), of the instruments that are on."""
+def _instruments(backend: Any, shape_key: Any) -> list[Instrument]:
+    """The enabled instruments. Each takes (forward, whether a capture is open) and returns a context manager."""
     from sglang.srt.runtime_context import get_exec
 
     flags = get_exec().graph
@@ -98,9 +106,7 @@ def _instruments(backend: Any, shape_key: Any) -> list[Callable]:
     return instruments
 
 
-def _race_detector(path: str, backend: Any, shape_key: Any) -> Callable:
-    from contextlib import contextmanager
-
+def _race_detector(path: str, backend: Any, shape_key: Any) -> Instrument:
     from sglang.srt.model_executor.graph_guard.race_detector import RaceReport, detect_graph_races
 
     path = _path_of_rank(path)
@@ -108,7 +114,7 @@ def _race_detector(path: str, backend: Any, shape_key: Any) -> Callable:
     _race_report = report = _race_report or RaceReport()
 
     @contextmanager
-    def instrument(forward, capturing):
+    def instrument(forward: Callable[[], Any], capturing: bool) -> Iterator[None]:
         if not capturing:
             yield
             return
@@ -125,9 +131,9 @@ def _race_detector(path: str, backend: Any, shape_key: Any) -> Callable:
 
 
 def _path_of_rank(path: str) -> str:
-    """``path``, with replica and rank before its suffix where several processes would write to it."""
+    """Insert the data-parallel replica and the rank before the suffix if several processes would write ``path``."""
     stem, suffix = os.path.splitext(path)
-    if (replica := _replica()) is not None:  # replicas have a world of their own
+    if (replica := _replica()) is not None:  # ranks count from 0 in every replica
         stem += f".dp{replica}"
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         stem += f".rank{torch.distributed.get_rank()}"
@@ -139,7 +145,7 @@ def _replica() -> int | None:
 
     try:
         return get_parallel().dp_rank
-    except RuntimeError:  # not published: no server runs in this process
+    except RuntimeError:  # no server runs in this process
         return None
 
 
@@ -151,7 +157,7 @@ def _model_of(backend: Any) -> torch.nn.Module | None:
     return getattr(getattr(_runner_of(backend), "model_runner", None), "model", None)
 
 
-def _differential(pattern: str, backend: Any, shape_key: Any) -> Callable:
+def _differential(pattern: str, backend: Any, shape_key: Any) -> Instrument:
     from sglang.srt.model_executor.graph_guard.differential import GraphDiff
 
     probe = vars(backend).get("_graph_diff")
@@ -159,17 +165,17 @@ def _differential(pattern: str, backend: Any, shape_key: Any) -> Callable:
         probe = backend._graph_diff = GraphDiff(pattern, _model_of(backend))
         replay = backend.replay
 
-        def replay_then_check(key, forward_batch, **kwargs):
+        def replay_then_check(key: Any, forward_batch: Any, **kwargs: Any) -> Any:
             out = replay(key, forward_batch, **kwargs)
             size = getattr(key, "size", key)
-            # A prefill graph counts tokens, the others requests.
+            # The size of a prefill graph counts tokens, that of all others counts requests.
             real = getattr(_runner_of(backend), "raw_num_tokens", None) or forward_batch.batch_size
             probe.check(key, size, real)
             return out
 
         backend.replay = replay_then_check
 
-    def instrument(forward, capturing):
+    def instrument(forward: Callable[[], Any], capturing: bool) -> AbstractContextManager[None]:
         return probe.capture(shape_key) if capturing else probe.warmup(shape_key, forward)
 
     return instrument
@@ -181,15 +187,15 @@ def _watch_pages(every: int, backend: Any) -> None:
 
     model_runner = getattr(_runner_of(backend), "model_runner", None)
     if model_runner is None:
-        return  # a part of a forward that is watched as a whole
-    # A draft model's own pool is small and its target's stores are the ones that requests share.
+        return  # captures part of a forward, and the whole forward is already watched
+    # Requests share the pools of the target model. A draft model has a small pool of its own.
     if "_page_canary" in vars(model_runner) or getattr(model_runner, "is_draft_worker", False):
         return
     args = get_server_args()
     if args.enable_hierarchical_cache or args.enable_hisparse or args.disaggregation_mode != "null":
         raise ValueError(
             "--debug-graph-canary can't be used with --enable-hierarchical-cache, --enable-hisparse or "
-            "--disaggregation-mode: they store to pages outside a forward, or to other pages than its slots name."
+            "--disaggregation-mode. They write pages outside a forward, or pages other than the forward's slots."
         )
     model_runner._page_canary = PageCanary(watched_pools(model_runner.token_to_kv_pool), every)
     model_runner._page_canary.watch(model_runner)

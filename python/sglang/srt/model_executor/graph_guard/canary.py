@@ -1,20 +1,22 @@
-"""Page canary: which pages of the index-K and compressed pools changed although no step stored to them.
+"""Page canary: reports pages of the index-K and compressed pools that changed although no step stored to them.
 
-Upstream's kv_canary covers the KV pools of most models, but not the index keys of DSA models and, of DeepSeek-V4,
-neither the compressed pools nor their index keys. Here each page has a hash on the device. A step's stores are known:
-the pages of its ``out_cache_loc``. A page whose hash changed since it was last looked at, and that no step in between
-stored to, is reported with step, page and owner. Hashing, comparing and logging stay on the device; the host reads
-the log without waiting, a step later.
+Upstream's kv_canary covers the KV pools of most models. It covers neither the index keys of DSA models nor the
+compressed pools of DeepSeek-V4 and their index keys.
 
-Covered: writes by forwards, and ``move_kv_cache``. Pools that something else fills (hierarchical cache and sparse
-attention, disaggregation) are refused, since their stores aren't known here. The compressors' request-scoped rings
-have no pages and aren't watched.
+The canary keeps a hash of every page on the device. A step stores to the pages of its ``out_cache_loc``. If the hash of
+a page changed since its last check and no step in between stored to the page, the canary reports the step, the page
+and its owner. Hashing, comparing and logging run on the device. The host reads the log one step later and never waits.
+
+Stores by forwards and by ``move_kv_cache`` are known. Features that fill pools in other ways (hierarchical cache,
+hisparse, disaggregation) are refused. The per-request rings of the compressors have no pages and are not watched.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,17 +24,17 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # a host without CUDA
-    triton = None
+    triton = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
-LOG_ROWS = 64  # violations kept between two looks at the log
-PADDING_PAGE = 0  # padding rows of a graph store to slot 0
+LOG_ROWS = 64  # violations kept per step
+PADDING_PAGE = 0  # the padding rows of a graph store to slot 0
 
 
 @dataclass(frozen=True)
 class Violation:
-    """Page ``page`` of ``owner`` changed in ``step`` or since its check before that one."""
+    """Page ``page`` of ``owner`` changed between the steps ``last_check`` and ``step`` without a known store."""
 
     step: int
     page: int
@@ -41,20 +43,20 @@ class Violation:
 
     def __str__(self) -> str:
         return (
-            f"step {self.step}: page {self.page} of {self.owner} changed since step {self.last_check}, and no step in "
-            "between stored to it"
+            f"step {self.step}: page {self.page} of {self.owner} changed since step {self.last_check}, but no step "
+            "stored to it"
         )
 
 
 @dataclass
 class WatchedPool:
-    """Buffers of one layout.
+    """The buffers of one pool, one per layer.
 
     Args:
-        owner: what the report calls it.
-        buffers: one a layer, each [pages, words] int32, contiguous; page p of each holds the tokens
-            [p * page_size, (p + 1) * page_size) of the request-to-token map.
-        page_size: tokens.
+        owner: the name of the pool in reports.
+        buffers: one per layer, each [pages, words] int32 and contiguous. Page p holds the slots
+            [p * page_size, (p + 1) * page_size) of the token pool.
+        page_size: tokens per page.
     Raises:
         ValueError: a buffer has another layout.
     """
@@ -68,31 +70,34 @@ class WatchedPool:
         for i, b in enumerate(self.buffers):
             if b.ndim != 2 or b.dtype != torch.int32 or not b.is_contiguous() or b.shape != want:
                 raise ValueError(
-                    f"{self.owner} layer {i} must be contiguous int32 {list(want)} as layer 0 is, got {b.dtype} "
+                    f"{self.owner} layer {i}: expected contiguous int32 {list(want)} like layer 0, got {b.dtype} "
                     f"{list(b.shape)} with strides {b.stride()}."
                 )
 
 
 def page_words(buffer: torch.Tensor) -> torch.Tensor:
-    """``buffer`` [pages, ...] of any dtype as [pages, words] int32, without a copy.
+    """View ``buffer`` [pages, ...] of any dtype as [pages, words] int32, without a copy.
 
     Raises:
-        ValueError: a page is no whole number of 4-byte words.
+        ValueError: a page is not contiguous, or its size is not a multiple of 4 bytes.
     """
     flat = buffer.view(torch.uint8).reshape(buffer.shape[0], -1)
     if flat.shape[1] % 4 or flat.data_ptr() != buffer.data_ptr():
         raise ValueError(
-            f"a page must be a contiguous whole number of 4-byte words, got {flat.shape[1]} bytes of shape "
-            f"{list(buffer.shape)}."
+            f"page: expected contiguous memory and a multiple of 4 bytes, got {flat.shape[1]} bytes per page in a "
+            f"buffer of shape {list(buffer.shape)} and strides {buffer.stride()}."
         )
     return flat.view(torch.int32)
 
 
-def watched_pools(pool) -> list[WatchedPool]:
-    """Pools of a token_to_kv_pool that upstream's canary leaves out: DSA's index keys, DeepSeek-V4's compressed pools."""
+def watched_pools(pool: Any) -> list[WatchedPool]:
+    """The parts of a token_to_kv_pool that upstream's canary does not cover.
+
+    These are the index keys of DSA models and the compressed pools and index keys of DeepSeek-V4.
+    """
     found = []
 
-    def add(owner: str, buffers) -> None:
+    def add(owner: str, buffers: Iterable[torch.Tensor] | None) -> None:
         kept = [page_words(b) for b in buffers or () if b.shape[0] > 0]
         if kept:
             found.append(WatchedPool(owner, kept, pool.page_size))
@@ -109,13 +114,13 @@ _MIX1, _MIX2, _MIX3 = 0x9E3779B1, 0x2545F4914F6CDD1D, 0x1B873593_C2B2AE35
 
 
 def hash_pages(words: torch.Tensor) -> torch.Tensor:
-    """64-bit hash of each page. The reference of the kernel.
+    """The 64-bit hash of each page. This is the reference for the Triton kernel.
 
     Args:
         words: [pages, words] int32.
     Returns:
-        [pages] int64: the sum over words of a mix that is one-to-one in the word for each position, so that a change
-        of one word always changes it.
+        [pages] int64. The hash is a sum over the words of a page. Each term is an injective function of the word at its
+        position, so changing a single word always changes the hash.
     """
     position = torch.arange(words.shape[1], device=words.device, dtype=torch.int64)
     x = (words.to(torch.int64) ^ (position * _MIX1)) * _MIX2
@@ -124,14 +129,14 @@ def hash_pages(words: torch.Tensor) -> torch.Tensor:
 
 
 if triton is not None:
-
+    # Untyped on purpose: Triton reads annotations as its own types.
     @triton.jit
-    def _check_kernel(
-        pointers,  # [layers] int64: address of each layer's [pages, words] int32
+    def _check_kernel(  # type: ignore[no-untyped-def]
+        pointers,  # [layers] int64: address of each layer's [pages, words] int32 buffer
         hashes,  # [layers, pages] int64, updated
-        stored,  # [pages] uint8: a step stored to the page since its last check
+        stored,  # [pages] uint8: whether a step stored to the page since its last check
         log,  # [LOG_ROWS, 2] int64: (layer, page)
-        count,  # [1] int32
+        count,  # [1] int32: violations found, may exceed LOG_ROWS
         first,
         every,
         pages,
@@ -143,7 +148,7 @@ if triton is not None:
         MIX2: tl.constexpr,
         MIX3: tl.constexpr,
     ):
-        # Grid (sampled pages, layers); a program hashes one page.
+        # Grid (checked pages, layers). Each program hashes one page.
         page = (first + tl.program_id(0) * every).to(tl.int64)
         layer = tl.program_id(1)
         base = tl.load(pointers + layer).to(tl.pointer_type(tl.int32)) + page * words
@@ -168,7 +173,7 @@ if triton is not None:
 
 
 class _PoolCheck:
-    """One pool's hashes, marks and log."""
+    """The hashes, store marks and log of one pool."""
 
     def __init__(self, pool: WatchedPool) -> None:
         self.pool = pool
@@ -182,11 +187,13 @@ class _PoolCheck:
         self.run(0, 1, compare=False)
 
     def mark(self, locations: torch.Tensor) -> None:
+        """Mark the pages of these slots as stored to."""
         pages = torch.div(locations, self.pool.page_size, rounding_mode="floor").clamp_(0, self.pages - 1)
         self.stored.index_fill_(0, pages.flatten().long(), 1)
         self.stored[PADDING_PAGE] = 1
 
     def run(self, first: int, every: int, compare: bool) -> None:
+        """Hash every ``every``-th page from ``first`` on, and with ``compare`` log the unmarked ones that changed."""
         if first >= self.pages:
             return
         if self.stored.is_cuda:
@@ -214,30 +221,31 @@ class _PoolCheck:
                 if compare:
                     wrong = (new != self.hashes[layer, first::every]) & (self.stored[first::every] == 0)
                     for page in wrong.nonzero().flatten().tolist():
-                        if self.count.item() < LOG_ROWS:
-                            self.log[self.count.item()] = torch.tensor([layer, first + page * every])
+                        row = int(self.count)
+                        if row < LOG_ROWS:
+                            self.log[row] = torch.tensor([layer, first + page * every])
                         self.count += 1
                 self.hashes[layer, first::every] = new
         self.stored[first::every] = 0
 
 
 class PageCanary:
-    """Checks one page in ``every`` after each step.
+    """Checks one page out of ``every`` after each step.
 
     Args:
-        pools: what to watch.
-        every: 1 checks every page in every step; n spreads a full check over n steps.
+        pools: the pools to watch.
+        every: 1 checks every page in every step. n spreads a full check over n steps.
     Raises:
-        ValueError: no pools, or ``every`` is less than 1.
+        ValueError: ``pools`` is empty, or ``every`` is less than 1.
     """
 
     def __init__(self, pools: list[WatchedPool], every: int) -> None:
         if every < 1:
-            raise ValueError(f"--debug-graph-canary must be at least 1, got {every}.")
+            raise ValueError(f"--debug-graph-canary: expected at least 1, got {every}.")
         if not pools:
             raise ValueError(
-                "--debug-graph-canary watches index-K and compressed pools (DSA models, DeepSeek-V4); this model has "
-                "none. --kv-canary covers its KV pools."
+                "--debug-graph-canary: expected a model with index-K or compressed pools (DSA models, DeepSeek-V4), "
+                "got one that has none. Use --kv-canary for its KV pools."
             )
         self._checks = [_PoolCheck(pool) for pool in pools]
         self._every = every
@@ -246,19 +254,23 @@ class PageCanary:
         self.violations: list[Violation] = []
         size = sum(b.numel() * 4 for pool in pools for b in pool.buffers)
         logger.info(
-            "Graph canary: %s; %.1f MiB hashed a step (1 page in %d).",
+            "Graph canary: watching %s, hashing %.1f MiB per step (1 page in %d).",
             ", ".join(f"{p.owner} x{len(p.buffers)}" for p in pools),
             size / every / 2**20,
             every,
         )
 
     def expect(self, locations: torch.Tensor) -> None:
-        """Tokens that a step stores to: [n] slots of the token pool, any integer dtype, on the device."""
+        """Announce the stores of a step.
+
+        Args:
+            locations: [n] slots of the token pool, any integer dtype, on the device of the pools.
+        """
         for check in self._checks:
             check.mark(locations)
 
     def check(self) -> None:
-        """After a step: look at its share of the pages. Never waits for the device."""
+        """Check this step's share of the pages. Call it after the step. Never waits for the device."""
         self._step += 1
         first = self._step % self._every
         for check in self._checks:
@@ -277,7 +289,11 @@ class PageCanary:
         self.poll()
 
     def poll(self, wait: bool = False) -> list[Violation]:
-        """Report what finished steps found; ``wait`` also for those in flight. Returns the new violations."""
+        """Report the violations of finished steps, and return those that are new.
+
+        Args:
+            wait: wait for the steps that are still running.
+        """
         new = []
         while self._pending:
             step, check, count, log, done = self._pending[0]
@@ -293,18 +309,18 @@ class PageCanary:
                 new.append(Violation(step, page, owner, max(step - self._every, 0)))
             if found > LOG_ROWS:
                 logger.error(
-                    "Graph canary: step %d has %d violations, the first %d are shown.", step, found, LOG_ROWS
+                    "Graph canary: step %d has %d violations. The first %d follow.", step, found, LOG_ROWS
                 )
         for violation in new:
             logger.error("Graph canary: %s", violation)
         self.violations += new
         return new
 
-    def watch(self, model_runner) -> None:
-        """Check after each forward of ``model_runner``, eager or replayed."""
+    def watch(self, model_runner: Any) -> None:
+        """Check after each forward of ``model_runner``, whether it runs eagerly or as a graph."""
         forward = model_runner.forward
 
-        def watched_forward(forward_batch, *args, **kwargs):
+        def watched_forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
             if forward_batch.out_cache_loc is not None:
                 self.expect(forward_batch.out_cache_loc)
             out = forward(forward_batch, *args, **kwargs)
@@ -316,7 +332,7 @@ class PageCanary:
         move = getattr(pool, "move_kv_cache", None)
         if move is not None:
 
-            def watched_move(tgt_loc, src_loc, *args, **kwargs):
+            def watched_move(tgt_loc: torch.Tensor, src_loc: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 self.expect(tgt_loc)
                 return move(tgt_loc, src_loc, *args, **kwargs)
 

@@ -1,13 +1,15 @@
-"""Graph-versus-eager differential probe: is a captured kernel wrong, or was its input wrong already?
+"""Graph-versus-eager differential probe: tells whether a captured kernel is wrong, or only received wrong inputs.
 
-Inputs and outputs of the matched modules and ops are copied, on the op's own stream, into buffers that were allocated
-before the capture: clones from the graph's pool would change which blocks the ops get, and can hide what is looked
-for. After a replay the whole forward runs once more eagerly on the same static inputs, which gives each site's true
-inputs, and each site runs once more on the inputs that were stashed in the graph, which gives its true output for
-them. Only the rows of real requests are compared, since padding rows hold anything.
+The captured graph copies the inputs and outputs of the matched modules and ops into buffers, on the stream of each op.
+The buffers are allocated before the capture. Clones from the graph's pool would change which blocks the ops receive,
+and could hide the fault.
 
-The eager forward stores the same keys and values to the same slots again. A model whose state is not idempotent
-(Mamba) can't be probed. What an eager break runs is no part of a graph and is left out.
+After a replay the probe does two things. It runs the whole forward eagerly on the same static inputs, which gives the
+true inputs of each site. It also reruns each site on the inputs that the graph copied, which gives the true outputs for
+those inputs. Only the rows of real requests are compared. Padding rows may hold anything.
+
+The eager forward stores the same keys and values to the same slots again. Models whose state is not idempotent (Mamba)
+can't be probed. Eager breaks are not part of a graph and are skipped.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 from sglang.srt.model_executor.graph_guard.dispatch import GuardMode
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 logger = logging.getLogger(__name__)
@@ -30,12 +33,18 @@ INPUT_WRONG = "inputs-already-wrong"
 BOTH_WRONG = "captured-wrong-from-wrong-inputs"
 
 _ROWS_SHOWN = 8
-_STASHED = object()  # stands for a tensor among a call's arguments
+_Key = tuple[str, int]  # the name of a module or op, and the number of this call of it in the forward
+_STASHED = object()  # replaces a tensor among the arguments of a call
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A site whose captured run differs. ``rows``: the first of its wrong rows; ``difference``: the largest absolute."""
+    """A site whose captured run differs from the eager one.
+
+    Args:
+        rows: the first wrong rows.
+        difference: the largest absolute difference.
+    """
 
     verdict: str
     site: str
@@ -53,7 +62,7 @@ class Finding:
 
 @dataclass
 class _Site:
-    """One call of a module or op in the forward of one bucket. ``inputs`` and ``outputs``: buffers, in pytree order."""
+    """One call of a module or op in the forward of one bucket. ``inputs`` and ``outputs`` are in pytree order."""
 
     name: str
     call: Callable
@@ -72,17 +81,26 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def valid_rows(tensor: torch.Tensor, bucket: int, real: int) -> torch.Tensor:
-    """The rows of ``tensor`` that belong to the ``real`` of ``bucket`` requests (or tokens); all when it has others."""
+    """The rows of ``tensor`` that belong to real requests (or tokens).
+
+    Args:
+        bucket: requests (or tokens) that the graph was captured for.
+        real: how many of them are real.
+    Returns:
+        All of ``tensor`` if its rows do not correspond to requests.
+    """
     if tensor.ndim == 0 or tensor.shape[0] == 0 or tensor.shape[0] % bucket:
         return tensor
     return tensor[: tensor.shape[0] // bucket * real]
 
 
 def difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> tuple[tuple[int, ...], float]:
-    """(rows that differ, largest absolute difference); NaN equals NaN.
+    """Compare two runs of the same kernel, which may differ only in the order of reductions. NaN equals NaN.
 
-    ``tolerance`` counts units in the last place of the largest value that ``want`` holds: the same kernel runs twice,
-    only its reduction order may differ.
+    Args:
+        tolerance: in units in the last place of the largest value of ``want``.
+    Returns:
+        (the first rows that differ, the largest absolute difference).
     """
     if got.shape != want.shape:
         return tuple(range(min(got.shape[0] if got.ndim else 1, _ROWS_SHOWN))), float("inf")
@@ -106,12 +124,12 @@ class GraphDiff:
     """The probe of one model.
 
     Args:
-        pattern: regular expression, searched in qualified module names and in op names such as ``aten::mm``.
-        model: its modules are matched; may be None to match ops alone.
+        pattern: regular expression. It is searched in qualified module names and in op names such as ``aten::mm``.
+        model: the model whose modules are matched. None matches ops only.
         tolerance: see ``difference``.
-        capturing: whether the current stream is being captured; tests pass another.
+        capturing: tells whether the current stream is being captured. Tests replace it.
     Raises:
-        ValueError: ``pattern`` is no regular expression.
+        ValueError: ``pattern`` is not a valid regular expression.
     """
 
     def __init__(
@@ -124,35 +142,41 @@ class GraphDiff:
         try:
             self._pattern = re.compile(pattern)
         except re.error as e:
-            raise ValueError(f"--debug-graph-diff must be a regular expression, got {pattern!r}: {e}") from e
+            raise ValueError(
+                f"--debug-graph-diff: expected a regular expression, got {pattern!r}: {e}"
+            ) from e
         self._modules = (
             [(n, m) for n, m in model.named_modules() if n and self._pattern.search(n)] if model else []
         )
         self._tolerance = tolerance
         self._capturing = capturing
-        self._sites: dict[Hashable, dict[tuple[str, int], _Site]] = {}
+        self._sites: dict[Hashable, dict[_Key, _Site]] = {}
         self._forwards: dict[Hashable, Callable] = {}
         self._missed: set[str] = set()
         self.findings: list[Finding] = []
         self.steps = 0
 
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """The size of all buffers in bytes."""
         return sum(site.nbytes() for sites in self._sites.values() for site in sites.values())
 
     @contextmanager
     def warmup(self, bucket: Hashable, forward: Callable) -> Iterator[None]:
-        """Around an eager warm-up: allocates the buffers of ``bucket``. ``forward`` is what will be captured."""
+        """Wrap an eager warm-up of ``forward`` and allocate the buffers of ``bucket``.
+
+        Args:
+            forward: the function that will be captured. ``check`` runs it again.
+        """
         first = bucket not in self._sites
         self._forwards[bucket] = forward
         sites = self._sites.setdefault(bucket, {})
 
-        def before(key, call, args, kwargs):
+        def before(key: _Key, call: Callable, args: tuple, kwargs: dict) -> None:
             if key not in sites:
                 leaves, spec = tree_flatten((args, kwargs))
                 sites[key] = _Site(key[0], call, spec, [], [torch.empty_like(t) for t in tensors_of(leaves)])
 
-        def after(key, out):
+        def after(key: _Key, out: Any) -> None:
             if not sites[key].outputs:
                 sites[key].outputs = [torch.empty_like(t) for t in tensors_of(out)]
 
@@ -160,7 +184,7 @@ class GraphDiff:
             yield
         if first:
             logger.info(
-                "Graph diff: %d sites match %r in bucket %s; buffers now hold %.1f MiB.",
+                "Graph diff: %d sites match %r in bucket %s. All buffers together hold %.1f MiB.",
                 len(sites),
                 self._pattern.pattern,
                 bucket,
@@ -169,10 +193,10 @@ class GraphDiff:
 
     @contextmanager
     def capture(self, bucket: Hashable) -> Iterator[None]:
-        """Around the captured forward: adds copies to the buffers, no allocation and no host synchronization."""
+        """Wrap the captured forward. Adds copies into the buffers, but no allocation and no host synchronization."""
         sites = self._sites.get(bucket, {})
 
-        def stash(buffers, tensors, key):
+        def stash(buffers: list[torch.Tensor], tensors: list[torch.Tensor], key: _Key) -> bool:
             if [b.shape for b in buffers] != [t.shape for t in tensors]:
                 self._missed.add(f"{key[0]} (call {key[1]}, bucket {bucket})")
                 return False
@@ -180,19 +204,19 @@ class GraphDiff:
                 buffer.copy_(tensor)
             return True
 
-        def before(key, call, args, kwargs):
+        def before(key: _Key, call: Callable, args: tuple, kwargs: dict) -> None:
             if not self._capturing():
-                return  # in an eager break, which doesn't stash when it is replayed
+                return  # in an eager break, whose replays would not copy anything
             if key not in sites:
                 self._missed.add(f"{key[0]} (call {key[1]}, bucket {bucket})")
                 return
             leaves, sites[key].spec = tree_flatten((args, kwargs))
-            # Only what isn't stashed is kept: objects such as the static ForwardBatch, whose tensors are static too.
+            # Keep the arguments that are not tensors, such as the static ForwardBatch. Its tensors are static as well.
             sites[key].leaves = [_STASHED if isinstance(x, torch.Tensor) else x for x in leaves]
             sites[key].call = call
             sites[key].captured = stash(sites[key].inputs, tensors_of(leaves), key)
 
-        def after(key, out):
+        def after(key: _Key, out: Any) -> None:
             if key in sites and sites[key].captured:
                 sites[key].captured = stash(sites[key].outputs, tensors_of(out), key)
 
@@ -200,24 +224,25 @@ class GraphDiff:
             yield
         if self._missed:
             logger.warning(
-                "Graph diff: no warm-up call matches these captured ones: %s", sorted(self._missed)
+                "Graph diff: skipped captured calls that differ from the warm-up: %s", sorted(self._missed)
             )
 
     @torch.no_grad()
     def check(self, bucket: Hashable, size: int, real: int) -> list[Finding]:
-        """Compare the last replay of ``bucket`` with eager runs; call it before static inputs change.
+        """Compare the last replay of ``bucket`` with eager runs. Call it before the static inputs change.
 
         Args:
-            size, real: requests (or tokens) that the graph was captured for, and that were real.
+            size: requests (or tokens) that the graph was captured for.
+            real: how many of them were real.
         Returns:
-            Findings in execution order: the first is where it went wrong.
+            The findings in execution order. The first one is where the fault began.
         """
         self.steps += 1
         sites = self._sites.get(bucket, {})
-        wrong_inputs: dict[tuple[str, int], tuple[tuple[int, ...], float]] = {}
+        wrong_inputs: dict[_Key, tuple[tuple[int, ...], float]] = {}
 
-        def compare(got: list, want: list) -> tuple[tuple[int, ...], float]:
-            worst = ((), 0.0)
+        def compare(got: list[torch.Tensor], want: list[torch.Tensor]) -> tuple[tuple[int, ...], float]:
+            worst: tuple[tuple[int, ...], float] = ((), 0.0)
             for g, w in zip(got, want, strict=True):
                 rows, apart = difference(
                     valid_rows(g, size, real), valid_rows(w, size, real), self._tolerance
@@ -226,11 +251,11 @@ class GraphDiff:
                     worst = (rows, apart)
             return worst
 
-        def before(key, call, args, kwargs):
+        def before(key: _Key, call: Callable, args: tuple, kwargs: dict) -> None:
             if key not in sites or not sites[key].captured:
                 return
-            # What it writes may hold anything before, so that says nothing about its inputs.
-            written = {id(t) for t in call.written(args, kwargs)} if isinstance(call, _Op) else ()
+            # An argument that the op writes may hold anything before the call, so it does not count as an input.
+            written = {id(t) for t in call.written(args, kwargs)} if isinstance(call, _Op) else set()
             tensors = zip(sites[key].inputs, tensors_of((args, kwargs)), strict=True)
             read = [(stashed, t) for stashed, t in tensors if id(t) not in written]
             wrong_inputs[key] = compare([stashed for stashed, _ in read], [t for _, t in read])
@@ -261,28 +286,28 @@ class GraphDiff:
     @contextmanager
     def _observe(self, before: Callable, after: Callable) -> Iterator[None]:
         calls: dict[str, int] = {}
-        open_calls: list[tuple[str, int]] = []
+        open_calls: list[_Key] = []
         handles = []
-        # Compare, stash and rerun are no part of the forward.
+        # The probe's own operations must not be observed as part of the forward.
         quiet = torch.utils._python_dispatch._disable_current_modes
 
-        def enter(name, call, args, kwargs):
+        def enter(name: str, call: Callable, args: tuple, kwargs: dict) -> None:
             key = (name, calls.setdefault(name, 0))
             calls[name] += 1
             open_calls.append(key)
             with quiet():
                 before(key, call, args, kwargs)
 
-        def leave(out):
+        def leave(out: Any) -> None:
             with quiet():
                 after(open_calls.pop(), out)
 
         for name, module in self._modules:
 
-            def pre(module, args, kwargs, name=name):
+            def pre(module: torch.nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
                 enter(name, module.forward, args, kwargs)
 
-            def post(module, args, kwargs, out):
+            def post(module: torch.nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
                 leave(out)
 
             handles.append(module.register_forward_pre_hook(pre, with_kwargs=True))
@@ -300,7 +325,7 @@ class _MatchedOps(GuardMode):
         super().__init__()
         self._pattern, self._enter, self._leave = pattern, enter, leave
 
-    def handle(self, func, args: tuple, kwargs: dict):
+    def handle(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         name = func._schema.name
         if func.is_view or not self._pattern.search(name):
             return self.call(func, args, kwargs)
@@ -312,19 +337,19 @@ class _MatchedOps(GuardMode):
 
 
 class _Op:
-    """A matched op as a site's call. One that returns nothing results in what it writes."""
+    """A matched op as the call of a site. The results of an op that returns nothing are the arguments it writes."""
 
-    def __init__(self, func) -> None:
+    def __init__(self, func: OpOverload) -> None:
         self._func = func
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.results(self._func(*args, **kwargs), args, kwargs)
 
     def results(self, out: Any, args: tuple, kwargs: dict) -> Any:
         return out if self._func._schema.returns else self.written(args, kwargs)
 
     def written(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-        given = dict(enumerate(args)) | kwargs
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         arguments = enumerate(self._func._schema.arguments)
         return tensors_of(
             [

@@ -1,4 +1,4 @@
-"""What the dispatch modes of this package have in common: they see what runs and change nothing about it."""
+"""The dispatch mode that the guard and its instruments share. It observes operations and does not change them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class GuardMode(TorchDispatchMode):
-    """A dispatch mode with a ``handle(func, args, kwargs)``, which runs ``func`` through ``call`` and returns its result.
+    """A dispatch mode whose subclasses implement ``handle``.
 
-    Compiled regions stay compiled: under a mode that doesn't ask for it torch runs them eagerly, also those that it has
-    compiled already, and torch 2.13 never compiles them again. Higher-order operators pass. And a custom op whose kernel
-    is Python is seen from the inside: SGLang has some that fork streams, and a handler runs with its own mode off.
+    Three things differ from a plain ``TorchDispatchMode``:
+
+    - Compiled regions stay compiled. Under a plain mode torch runs them eagerly, even those that it compiled before,
+      and torch 2.13 never compiles them again.
+    - Higher-order operators pass through.
+    - The mode sees the operations inside a custom op that is written in Python. A handler runs with its own mode off,
+      so they would be invisible, and some of SGLang's custom ops fork streams inside.
     """
 
     supports_higher_order_operators = True
@@ -24,7 +29,7 @@ class GuardMode(TorchDispatchMode):
 
     @classmethod
     def on(cls) -> tuple[GuardMode, ...]:
-        """The modes that are on, the outermost first."""
+        """The active modes, outermost first."""
         return tuple(cls._on)
 
     @classmethod
@@ -35,22 +40,26 @@ class GuardMode(TorchDispatchMode):
         self._on.append(self)
         return super().__enter__()
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: Any) -> None:
         self._on.remove(self)
         super().__exit__(*exc)
 
-    def capture_follows(self, stream: torch.cuda.Stream) -> None:
-        """The capture that is open was ordered after what ``stream`` queued before it."""
+    def handle(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+        """Run ``func`` through ``call`` and return its result."""
+        raise NotImplementedError
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def capture_follows(self, stream: torch.cuda.Stream) -> None:
+        """Called when the open capture has been ordered after the earlier work of ``stream``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             return func(*args, **kwargs)  # higher-order
         return self.handle(func, args, kwargs)
 
-    def call(self, func, args: tuple, kwargs: dict) -> Any:
-        """``func`` on these arguments, as its next mode or its kernel does it."""
-        # The innermost handler runs the kernel; by then all these modes are off.
+    def call(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+        """Run ``func`` in the next active mode, or its kernel when there is none."""
+        # Only the innermost handler runs the kernel. By then all guard modes are off.
         if torch._C._len_torch_dispatch_stack() or (keys := _python_kernel(func, _device_of(args))) is None:
             return func(*args, **kwargs)
         with ExitStack() as again:
@@ -65,8 +74,8 @@ def _device_of(args: tuple) -> str | None:
 
 
 @functools.cache
-def _python_kernel(func, device: str | None) -> torch._C.DispatchKeySet | None:
-    """The dispatch key of ``device`` ("cuda") where ``func``'s kernel there was registered from Python."""
+def _python_kernel(func: OpOverload, device: str | None) -> Any:
+    """The dispatch keys of ``device`` (such as "cuda") if ``func``'s kernel there is written in Python, else None."""
     if device is None:
         return None
     schema = func._schema

@@ -1,13 +1,13 @@
-"""Happens-before over a trace of stream operations: which two of them touch the same bytes without an order.
+"""Finds races in a trace of stream operations: pairs that touch the same bytes with no ordering between them.
 
-Pure Python over numbers, so that every rule can be tested without a device; ``race_detector`` feeds it from a running
-program. Each thread of execution (a stream, or a stream's part in one capture) has a vector clock. An operation ticks
-its stream's clock, an event stores the clock of the stream that recorded it, a wait joins that into the waiter's.
+The engine is plain Python over numbers, so every rule can be tested without a device. ``race_detector`` feeds it from a
+running program. Each thread of execution (a stream, or a stream's part in one capture) has a vector clock. An operation
+advances the clock of its thread. An event stores the clock of the stream that recorded it. A wait merges the event's
+clock into the clock of the waiting stream.
 
-Two accesses race when they overlap, at least one writes, and neither happens before the other. That one rule covers
-memory that the allocator handed out again too early (the accesses belong to two allocations) and memory that two
-streams share on purpose (they belong to one). It asks what the operations do, not where the allocator put them, so an
-allocation alone is never reported.
+Two accesses race if they overlap, at least one of them writes, and neither happens before the other. This one rule
+covers memory that the allocator reused too early (the accesses belong to two allocations) and memory that two streams
+share (they belong to one allocation). Only accesses count. An allocation by itself is never reported.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ REUSE = "allocation-reuse"
 LIVE = "live-conflict"
 DROPPED_WAIT = "dropped-wait"
 
-_LARGE = 64 << 20  # bytes; longer accesses are few and are scanned one by one
+_LARGE = 64 << 20  # bytes; there are few longer accesses, so they are searched linearly
 
 
 @dataclass(frozen=True)
 class Region:
-    """Bytes that an operation touches: ``nbytes`` from ``start``; of each ``pitch`` bytes only the first ``width``.
+    """The bytes that an operation touches.
 
-    ``pitch`` 0 means dense. Columns of one matrix are disjoint regions although their ranges interleave.
+    A dense region (``pitch`` 0) is the range of ``nbytes`` bytes from ``start``. A pitched region touches only the
+    first ``width`` of every ``pitch`` bytes in that range. Two column blocks of one matrix are therefore disjoint,
+    although their ranges interleave.
     """
 
     start: int
@@ -53,7 +55,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of the trace. ``info`` is what the recorder knows: layer, operand sizes, Python stack."""
+    """One operation of the trace. ``info`` holds what the recorder knows about it: layer, operands, Python stack."""
 
     index: int
     name: str
@@ -63,10 +65,13 @@ class Operation:
 
 @dataclass(frozen=True)
 class Race:
-    """Two operations without an order.
+    """Two operations with no ordering between them.
 
-    ``kind``: REUSE, LIVE or DROPPED_WAIT. ``region``: what the second touches; None for a dropped wait. ``allocations``:
-    (bytes, allocating stream) of the two blocks, None where the trace began after the allocation.
+    Args:
+        kind: REUSE, LIVE or DROPPED_WAIT.
+        region: the bytes that the second operation touches. None for a dropped wait.
+        allocations: (bytes, allocating stream) of the block of each operation. None if the block was allocated before
+            the trace began.
     """
 
     kind: str
@@ -95,10 +100,15 @@ class _Block:
     stream: Hashable
 
 
-class HappensBefore:
-    """A trace, event by event; ``races`` grows as it is fed. Streams and events are any hashable ids.
+_Key = (
+    _Access | tuple[int, int, _Access]
+)  # an access in HappensBefore._large, or an entry of HappensBefore._small
 
-    An operation is reported at most once for each stream that it races with.
+
+class HappensBefore:
+    """Takes a trace event by event and collects its ``races``. Streams and events are any hashable ids.
+
+    An operation is reported at most once per thread of execution that it races with.
     """
 
     def __init__(self) -> None:
@@ -114,36 +124,36 @@ class HappensBefore:
         self._members: set[Hashable] = set()
         self._blocks: dict[int, _Block] = {}
         self._block_starts: list[int] = []
-        self._small: list[tuple[int, int, _Access]] = []  # by start
+        self._small: list[tuple[int, int, _Access]] = []  # (start, serial, access), sorted
         self._large: list[_Access] = []
         self._longest = 0
         self._serial = 0
 
     @property
     def streams(self) -> set[Hashable]:
-        """Streams that operations ran on."""
+        """The streams that ran operations."""
         return {stream for stream, _ in self._last}
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def alloc(self, start: int, nbytes: int, stream: Hashable) -> None:
-        """The allocator handed out ``nbytes`` at ``start`` to code on ``stream``."""
+        """The allocator handed out ``nbytes`` bytes at ``start`` on ``stream``."""
         if start not in self._blocks:
             insort(self._block_starts, start)
         self._blocks[start] = _Block(start, nbytes, stream)
 
     def resize(self, start: int, nbytes: int) -> None:
-        """The size of the block at ``start``, where the allocation's own report didn't carry it."""
+        """Set the size of the block at ``start``, for recorders that learn it only after the allocation."""
         if (block := self._blocks.get(start)) is not None:
             block.nbytes = max(block.nbytes, nbytes)
 
     def free(self, start: int) -> None:
-        """The last reference to the block at ``start`` is gone, whatever is still queued on it."""
+        """The last reference to the block at ``start`` was dropped. Work on it may still be queued."""
         if self._blocks.pop(start, None) is not None:
             del self._block_starts[bisect_left(self._block_starts, start)]
 
     def allocated(self, start: int) -> bool:
-        """Whether the trace holds the allocation of the block that begins at ``start``."""
+        """Whether the trace contains the allocation of a live block at ``start``."""
         return start in self._blocks
 
     def _block_of(self, address: int) -> _Block | None:
@@ -156,12 +166,12 @@ class HappensBefore:
     # -- order -------------------------------------------------------------------------------------------------------
 
     def record(self, event: Hashable, stream: Hashable) -> None:
-        """``stream`` recorded ``event``; an earlier record of it is forgotten."""
+        """``stream`` recorded ``event``. This replaces an earlier record of the event."""
         thread = self._thread(stream)
         self._events[event] = (dict(self._clock(thread)), thread[1])
 
     def wait(self, event: Hashable, stream: Hashable) -> None:
-        """``stream`` waits for the last record of ``event``; nothing happens when there was none."""
+        """``stream`` waits for the last record of ``event``. Without a record the wait has no effect."""
         if event not in self._events:
             return
         clock, capture = self._events[event]
@@ -170,7 +180,7 @@ class HappensBefore:
         _join(self._clock(self._thread(stream)), clock)
 
     def synchronize(self, stream: Hashable = None, event: Hashable = None) -> None:
-        """The host waited for ``stream``, for ``event``, or with neither for the whole device."""
+        """The host waited for ``event``, for ``stream``, or, if both are None, for the whole device."""
         if event is not None:
             _join(self._host, self._events.get(event, ({}, None))[0])
         elif stream is not None:
@@ -178,15 +188,15 @@ class HappensBefore:
         else:
             for clock in list(self._clocks.values()):
                 _join(self._host, clock)
-            self._small.clear()  # ordered before all that follows
+            self._small.clear()  # everything so far is ordered before everything that follows
             self._large.clear()
             self._longest = 0
 
     def capture_begin(self, stream: Hashable) -> None:
-        """A capture opens on ``stream``. Other streams take part once they wait for an event of it.
+        """A capture opens on ``stream``. Another stream joins it by waiting for one of its events.
 
-        What a side stream runs in a capture is ordered by the graph's launch on ``stream``, not by what the same
-        stream ran before: it is a thread of its own.
+        The captured work of a side stream is a thread of its own. It is ordered by the launch of the graph on
+        ``stream``, not after the earlier work of the same side stream.
         """
         before = dict(self._clock((stream, None)))
         self._captures += 1
@@ -196,13 +206,13 @@ class HappensBefore:
         _join(self._clock((stream, self._capture)), before)
 
     def capture_follows(self, stream: Hashable) -> None:
-        """The open capture is launched after what ``stream`` queued outside it so far."""
+        """The graph under capture will be launched after what ``stream`` has queued outside the capture so far."""
         before = self._clock((stream, None))
         for member in self._members:
             _join(self._clock((member, self._capture)), before)
 
     def capture_end(self) -> None:
-        """The capture closes; its replay is one piece of work on the stream it was captured on."""
+        """The capture closes. Its replay counts as one piece of work on the stream that it was captured on."""
         if self._capture is None:
             return
         done = self._clock((self._capture_stream, self._capture))
@@ -213,10 +223,8 @@ class HappensBefore:
     def wait_dropped(
         self, stream: Hashable, source: Hashable, name: str = "wait_stream", info: dict | None = None
     ) -> None:
-        """A wait of ``stream`` for ``source`` that had no effect: a race if ``source`` has unordered work queued."""
-        thread, pending = self._thread(stream), (source, None)
-        if source in self._members:
-            pending = (source, self._capture)
+        """``stream`` tried to wait for ``source``, without effect. This is a race if ``source`` has unordered work."""
+        thread, pending = self._thread(stream), self._thread(source)
         last = self._last.get(pending)
         if last is None or self._clock(thread).get(pending, 0) >= self._clock(pending).get(pending, 0):
             return
@@ -232,7 +240,7 @@ class HappensBefore:
         name: str = "op",
         info: dict | None = None,
     ) -> Operation:
-        """``stream`` queued an operation. Returns it; ``races`` has what it races with."""
+        """``stream`` queued an operation that touches these regions. Appends the races it is part of to ``races``."""
         thread = self._thread(stream)
         clock = self._clock(thread)
         _join(clock, self._host)
@@ -246,9 +254,9 @@ class HappensBefore:
             for region in regions
             if region.nbytes > 0
         ]
-        reported = set()
+        reported: set[tuple] = set()
         for access in accesses:
-            done = []
+            done: list[_Key] = []
             for key, earlier in self._near(access.region):
                 if earlier.operation is operation:
                     continue
@@ -279,11 +287,11 @@ class HappensBefore:
             )
         )
 
-    # Whoever races with a forgotten access also races with the covering access that came after it, so every racing
-    # operation stays reported and the state stays as large as the memory in use.
-    def _near(self, region: Region) -> list[tuple[object, _Access]]:
+    # An access is forgotten once a later, ordered access covers it. Whatever races with the forgotten access also races
+    # with the covering one, so no racing operation is missed, and the state stays proportional to the memory in use.
+    def _near(self, region: Region) -> list[tuple[_Key, _Access]]:
         low = bisect_left(self._small, region.start - self._longest, key=lambda e: e[0])
-        found = []
+        found: list[tuple[_Key, _Access]] = []
         for at in range(low, len(self._small)):
             entry = self._small[at]
             if entry[0] >= region.end:
@@ -301,12 +309,12 @@ class HappensBefore:
         self._longest = max(self._longest, access.region.nbytes)
         insort(self._small, (access.region.start, self._serial, access), key=lambda e: e[:2])
 
-    def _forget(self, keys: list) -> None:
+    def _forget(self, keys: list[_Key]) -> None:
         for key in keys:
             if isinstance(key, _Access):
                 self._large = [a for a in self._large if a is not key]
             else:
-                del self._small[bisect_left(self._small, key[:2], key=lambda e: e[:2])]
+                del self._small[bisect_left(self._small, key[:2], key=lambda e: e[:2])]  # by (start, serial)
 
     def _thread(self, stream: Hashable) -> tuple:
         return (stream, self._capture if stream in self._members else None)

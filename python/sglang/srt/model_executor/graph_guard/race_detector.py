@@ -1,15 +1,15 @@
 """Race detector for code on several CUDA streams, captured or eager: ``with detect_graph_races() as report: ...``.
 
-The recorder turns a running program into the trace that ``happens_before`` judges: allocations, frees, event records,
-waits and host synchronizations from ``torch.cuda._gpu_trace`` (they fire during capture too), operations and their
-operands from the dispatcher, from Triton launches and from tvm-ffi modules (SGLang's JIT kernels). It launches
-nothing, so the graph that is captured under it is the one that would be captured without it.
+A recorder turns the running program into a trace, and ``happens_before`` finds the races in it. Allocations, frees,
+event records, waits and host synchronizations come from ``torch.cuda._gpu_trace``, which also reports them during a
+capture. Operations and their operands come from the dispatcher, from Triton launches and from tvm-ffi modules (SGLang's
+JIT kernels). The recorder launches no kernel, so the captured graph is the same with and without it.
 
-Not seen: kernels launched through other bindings (their operands only show where the dispatcher sees them too), and
-raw driver calls that order streams.
+The recorder misses kernels that are launched through other bindings, unless the dispatcher sees their operands. It also
+misses stream ordering by raw driver calls.
 
-``python -m sglang.srt.model_executor.graph_guard.race_detector REPORT.json`` prints a report and exits with 1 when it
-holds a race, with 2 when it can't be read.
+``python -m sglang.srt.model_executor.graph_guard.race_detector REPORT.json`` prints a report. The exit status is 0 for
+no races, 1 for races, and 2 if the report can't be read.
 """
 
 from __future__ import annotations
@@ -25,23 +25,26 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from sglang.srt.model_executor.graph_guard.dispatch import GuardMode
 from sglang.srt.model_executor.graph_guard.happens_before import HappensBefore, Operation, Race, Region
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_iter
 
 logger = logging.getLogger(__name__)
 
-_FRAMES = 16  # of a stack
-# Their operands only give shape and dtype.
+_FRAMES = 16  # stack frames kept per operation
+# These ops take only the shape and dtype of their operands.
 _NO_READS = frozenset(
     "aten::" + name
     for name in "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full".split()
 )
-_UNSEEN = 512  # bytes, the allocator's smallest block: the size of an allocation until a tensor shows it
+_UNSEEN = 512  # bytes, the allocator's smallest block. Stands for the size of an allocation until a tensor shows it.
 _NO_LAUNCH = frozenset(
     "aten::" + name
     for name in "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh record_stream "
@@ -50,7 +53,7 @@ _NO_LAUNCH = frozenset(
 
 
 class RaceReport:
-    """What the detector found. Filled while the ``with`` block runs, complete after it."""
+    """The findings of the detector. It grows while the ``with`` block runs and is complete after it."""
 
     def __init__(self) -> None:
         self.engine = HappensBefore()
@@ -61,7 +64,7 @@ class RaceReport:
         return self.engine.races
 
     def distinct(self) -> list[tuple[Race, int]]:
-        """Races by the two places in the source that they come from, with how often each was seen."""
+        """One race per pair of source locations, with the number of times it occurred."""
         groups: dict[tuple, list[Race]] = {}
         for race in self.races:
             sites = tuple((op.name, (op.info.get("stack") or [""])[0]) for op in (race.first, race.second))
@@ -90,7 +93,7 @@ class RaceReport:
         }
 
     def write(self, path: str | os.PathLike) -> None:
-        """Write the report as JSON; a reader never sees half of one."""
+        """Write the report as JSON. The file appears atomically, so a reader never sees a partial report."""
         path = Path(path)
         partial = path.with_name(f"{path.name}.{os.getpid()}.part")
         partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
@@ -104,7 +107,7 @@ def _operation_json(op: Operation, writes: bool | None, allocation: tuple | None
     return {
         "operation": op.name,
         "index": op.index,
-        "stream": op.stream if isinstance(op.stream, str) else hex(op.stream),
+        "stream": hex(op.stream) if isinstance(op.stream, int) else str(op.stream),
         "access": {True: "write", False: "read", None: None}[writes],
         "layer": op.info.get("layer"),
         "tensors": op.info.get("tensors", []),
@@ -114,15 +117,15 @@ def _operation_json(op: Operation, writes: bool | None, allocation: tuple | None
 
 
 def render(report: dict) -> str:
-    """A report from ``RaceReport.to_json`` as text."""
+    """Format a report that ``RaceReport.to_json`` made."""
     lines = [
         f"{report['races']} races ({len(report['distinct'])} distinct) in {report['operations']} operations, "
         f"{report['streams']} streams, {len(report['captures'])} captures."
     ]
     meaning = {
-        "allocation-reuse": "memory was reused before another stream was done with it",
-        "live-conflict": "two streams use the same memory without an order",
-        "dropped-wait": "a wait had no effect while the other stream had work queued",
+        "allocation-reuse": "memory was reused before another stream had finished with it",
+        "live-conflict": "two streams use the same memory with no ordering between them",
+        "dropped-wait": "a wait had no effect although the other stream had work queued",
     }
     for race in report["distinct"]:
         size = f", {race['bytes']} bytes at {race['address']:#x}" if race["bytes"] else ""
@@ -143,7 +146,7 @@ def render(report: dict) -> str:
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    """The bytes of ``tensor``: dense, or the columns of one matrix where its outer stride leaves gaps."""
+    """The bytes of ``tensor``: a pitched region if its outer stride leaves gaps between rows, else a dense one."""
     size = tensor.element_size()
     dims = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
     if tensor.numel() == 0:
@@ -158,10 +161,15 @@ def region_of(tensor: torch.Tensor) -> Region:
 
 
 @functools.cache
-def _writes_of(func) -> tuple[frozenset, bool, bool]:
-    """(positions and names of the arguments that ``func`` writes, whether it launches, whether its results are new)."""
+def _writes_of(func: OpOverload) -> tuple[frozenset[int | str], bool, bool]:
+    """What ``func`` does to memory, from its schema.
+
+    Returns:
+        (positions and names of the arguments that it writes, whether it launches a kernel, whether it returns new
+        tensors).
+    """
     schema = func._schema
-    written = set()
+    written: set[int | str] = set()
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written |= {i, argument.name}
@@ -172,11 +180,14 @@ def _writes_of(func) -> tuple[frozenset, bool, bool]:
 
 @functools.cache
 def written_parameters(kernel: Callable) -> frozenset[str] | None:
-    """Names of the parameters that a Triton kernel stores through, from its source; None when it can't be read.
+    """The names of the parameters that a Triton kernel stores through, derived from its source.
 
-    A parameter counts when it reaches the address of a ``store`` or ``atomic_*`` through assignments, or is passed on
-    to a function of the kernel's module that stores through it; so do the scalars in such an address. Loaded values are
-    no addresses.
+    A parameter counts if it reaches the address of a ``store`` or ``atomic_*`` through assignments, or if it is passed
+    to a function of the kernel's module that stores through it. Scalars in such an address count as well. Values loaded
+    from memory do not.
+
+    Returns:
+        None if the source can't be read.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kernel)))
@@ -196,18 +207,18 @@ def written_parameters(kernel: Callable) -> frozenset[str] | None:
         return set().union(*(roots(child) for child in ast.iter_child_nodes(node)), set())
 
     stored: set[str] = set()
-    for _ in range(3):  # loops carry pointers backwards
+    for _ in range(3):  # repeated because a loop can carry a pointer back to an earlier line
         for node in ast.walk(body):
             if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for target in targets:
-                    for name in ast.walk(target):
-                        if isinstance(name, ast.Name):
-                            reach[name.id] = reach.get(name.id, set()) | roots(node.value)
+                    for part in ast.walk(target):
+                        if isinstance(part, ast.Name):
+                            reach[part.id] = reach.get(part.id, set()) | roots(node.value)
             elif isinstance(node, ast.Call):
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 if name == "store" or name.startswith("atomic_"):
-                    # descriptor.store(...), or the function of a module, whatever that is called here
+                    # descriptor.store(...), or a store function of a module under any name
                     owner = roots(node.func.value) if isinstance(node.func, ast.Attribute) else set()
                     first = node.args[:1] or [k.value for k in node.keywords[:1]]
                     stored |= owner or set().union(*map(roots, first))
@@ -217,9 +228,8 @@ def written_parameters(kernel: Callable) -> frozenset[str] | None:
                 if inspect.isfunction(callee) and callee is not kernel:
                     inner = written_parameters(callee)
                     names = list(inspect.signature(callee).parameters)
-                    passed = list(zip(names, node.args, strict=False)) + [
-                        (k.arg, k.value) for k in node.keywords
-                    ]
+                    passed: list[tuple[str | None, ast.expr]] = [*zip(names, node.args, strict=False)]
+                    passed += [(k.arg, k.value) for k in node.keywords]
                     for parameter, value in passed:
                         if inner is not None and parameter in inner:
                             stored |= roots(value)
@@ -227,7 +237,7 @@ def written_parameters(kernel: Callable) -> frozenset[str] | None:
 
 
 class _Layers:
-    """Which module is running, from global module hooks."""
+    """Tracks the running module through global module hooks."""
 
     def __init__(self) -> None:
         self._stack: list[str] = []
@@ -240,21 +250,21 @@ class _Layers:
         ]
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: Any) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _enter_module(self, module, args) -> None:
+    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         layer = getattr(module, "layer_id", None)
         name = type(module).__name__
         self._stack.append(f"{layer}.{name}" if isinstance(layer, int) else name)
 
-    def _leave_module(self, module, args, output) -> None:
+    def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._stack:
             self._stack.pop()
 
     def current(self) -> str | None:
-        """The innermost module that has a layer number, and the module that runs."""
+        """The innermost module with a layer number, and the innermost module if it is another one."""
         if not self._stack:
             return None
         numbered = next((n for n in reversed(self._stack) if n[0].isdigit()), None)
@@ -264,8 +274,8 @@ class _Layers:
 
 def _stack() -> list[str]:
     """The caller's frames outside torch and this package, innermost first."""
-    frames = []
-    frame = sys._getframe(1)
+    frames: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < _FRAMES:
         code = frame.f_code
         if not code.co_filename.startswith(_INSIDE):
@@ -278,7 +288,7 @@ _INSIDE = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
 
 
 class Recorder(GuardMode):
-    """Feeds one ``HappensBefore`` from the running thread. Use ``detect_graph_races``."""
+    """Feeds one ``HappensBefore`` engine from the current thread. Use it through ``detect_graph_races``."""
 
     def __init__(self, report: RaceReport) -> None:
         super().__init__()
@@ -289,7 +299,7 @@ class Recorder(GuardMode):
         self._written_blocks: set[int] = set()
         self._waits = 0
 
-    # Callbacks of torch.cuda._gpu_trace.
+    # Callbacks for torch.cuda._gpu_trace.
     def on_alloc(self, address: int) -> None:
         if self._mine():
             self._written_blocks.discard(address)
@@ -308,9 +318,17 @@ class Recorder(GuardMode):
             self._waits += 1
             self.engine.wait(event, stream)
 
-    def on_synchronize(self, stream: int | None = None, event: int | None = None) -> None:
+    def on_synchronize_device(self) -> None:
         if self._mine():
-            self.engine.synchronize(stream, event)
+            self.engine.synchronize()
+
+    def on_synchronize_stream(self, stream: int) -> None:
+        if self._mine():
+            self.engine.synchronize(stream=stream)
+
+    def on_synchronize_event(self, event: int) -> None:
+        if self._mine():
+            self.engine.synchronize(event=event)
 
     def capture_follows(self, stream: torch.cuda.Stream) -> None:
         self.engine.capture_follows(stream.cuda_stream)
@@ -324,14 +342,15 @@ class Recorder(GuardMode):
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
-    def handle(self, func, args: tuple, kwargs: dict):
+    def handle(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         out = self.call(func, args, kwargs)
         written, launches, fresh = _writes_of(func)
         results = [t for t in tree_iter(out) if self._is_operand(t)] if fresh else []
         for tensor in results:
             self.engine.resize(_base(tensor), tensor.untyped_storage().nbytes())
         if launches:
-            reads, writes = [], list(results)
+            reads: list[torch.Tensor] = []
+            writes = list(results)
             operands = () if func._schema.name in _NO_READS else (*enumerate(args), *kwargs.items())
             for key, value in operands:
                 tensors = [t for t in tree_iter(value) if self._is_operand(t)]
@@ -339,11 +358,11 @@ class Recorder(GuardMode):
             self.launch(str(func), reads, writes)
         return out
 
-    def _is_operand(self, value) -> bool:
+    def _is_operand(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and self.owns(value)
 
     def launch(self, name: str, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        """One operation on the current stream with these operands."""
+        """Record one operation on the current stream with these operands."""
         if not (reads or writes):
             return
         for tensor in writes:
@@ -360,8 +379,14 @@ class Recorder(GuardMode):
     def launch_opaque(
         self, name: str, operands: list[torch.Tensor], written: frozenset[int] | None = None
     ) -> None:
-        """An operation whose writes may be unknown: then an operand whose memory nothing wrote yet is a result."""
-        reads, writes = [], []
+        """Record an operation of a binding without schemas.
+
+        Args:
+            written: positions of the operands that it writes. None if unknown: an operand then counts as written if
+                its block was allocated in the trace and nothing has written to it yet.
+        """
+        reads: list[torch.Tensor] = []
+        writes: list[torch.Tensor] = []
         for i, tensor in enumerate(operands):
             if written is None:
                 base = _base(tensor)
@@ -385,16 +410,16 @@ _trace_installed = False
 
 
 def _install_trace() -> None:
-    """Register with torch.cuda._gpu_trace once; its registry has no way to take a callback back."""
+    """Register with torch.cuda._gpu_trace, once per process. Its callbacks can't be unregistered."""
     global _trace_installed
     if _trace_installed:
         return
     import torch.cuda._gpu_trace as trace
 
-    def forward(method: str, **fixed) -> Callable:
-        def callback(*args):
+    def forward(method: str) -> Callable:
+        def callback(*args: int) -> None:
             if _active is not None:
-                getattr(_active, method)(*args, **fixed)
+                getattr(_active, method)(*args)
 
         return callback
 
@@ -403,15 +428,15 @@ def _install_trace() -> None:
     trace.register_callback_for_memory_deallocation(forward("on_free"))
     trace.register_callback_for_event_record(forward("on_record"))
     trace.register_callback_for_event_wait(forward("on_wait"))
-    trace.register_callback_for_device_synchronization(forward("on_synchronize"))
-    trace.register_callback_for_stream_synchronization(lambda s: _active and _active.on_synchronize(stream=s))
-    trace.register_callback_for_event_synchronization(lambda e: _active and _active.on_synchronize(event=e))
+    trace.register_callback_for_device_synchronization(forward("on_synchronize_device"))
+    trace.register_callback_for_stream_synchronization(forward("on_synchronize_stream"))
+    trace.register_callback_for_event_synchronization(forward("on_synchronize_event"))
     _trace_installed = True
 
 
 @contextmanager
-def _replaced(owner, name: str, make: Callable) -> Iterator[None]:
-    """``owner.name`` replaced by ``make(owner.name)`` for the block."""
+def _replaced(owner: Any, name: str, make: Callable) -> Iterator[None]:
+    """Replace ``owner.name`` with ``make(owner.name)`` for the block."""
     original = getattr(owner, name)
     own = name in vars(owner)
     setattr(owner, name, make(original))
@@ -421,16 +446,16 @@ def _replaced(owner, name: str, make: Callable) -> Iterator[None]:
         setattr(owner, name, original) if own else delattr(owner, name)
 
 
-def _observe_captures(recorder: Recorder):
-    def begin(original):
-        def capture_begin(self, *args, **kwargs):
+def _observe_captures(recorder: Recorder) -> AbstractContextManager:
+    def begin(original: Callable) -> Callable:
+        def capture_begin(self: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             recorder.engine.capture_begin(recorder.stream())
 
         return capture_begin
 
-    def end(original):
-        def capture_end(self):
+    def end(original: Callable) -> Callable:
+        def capture_end(self: torch.cuda.CUDAGraph) -> None:
             recorder.engine.capture_end()
             original(self)
 
@@ -442,11 +467,11 @@ def _observe_captures(recorder: Recorder):
     return stack
 
 
-def _observe_wait_stream(recorder: Recorder):
-    """A ``wait_stream`` that returns without a wait was dropped by whoever replaced it."""
+def _observe_wait_stream(recorder: Recorder) -> AbstractContextManager:
+    """Report a ``wait_stream`` that returns without waiting. Upstream's replacement of the method drops some waits."""
 
-    def make(original):
-        def wait_stream(self, stream):
+    def make(original: Callable) -> Callable:
+        def wait_stream(self: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
             before = recorder._waits
             original(self, stream)
             if recorder._waits == before:
@@ -457,13 +482,13 @@ def _observe_wait_stream(recorder: Recorder):
     return _replaced(torch.cuda.Stream, "wait_stream", make)
 
 
-def _observe_triton(recorder: Recorder):
-    jit = sys.modules.get("triton.runtime.jit")
+def _observe_triton(recorder: Recorder) -> AbstractContextManager:
+    jit: Any = sys.modules.get("triton.runtime.jit")
     if jit is None:
         return ExitStack()
 
-    def make(original):
-        def run(self, *args, grid, warmup, **kwargs):
+    def make(original: Callable) -> Callable:
+        def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             result = original(self, *args, grid=grid, warmup=warmup, **kwargs)
             if not warmup:
                 named = [(n, v) for n, v in (*zip(self.arg_names, args, strict=False), *kwargs.items())]
@@ -482,18 +507,18 @@ def _observe_triton(recorder: Recorder):
     return _replaced(jit.JITFunction, "run", make)
 
 
-def _observe_tvm_ffi(recorder: Recorder):
-    ffi = sys.modules.get("tvm_ffi")
+def _observe_tvm_ffi(recorder: Recorder) -> AbstractContextManager:
+    ffi: Any = sys.modules.get("tvm_ffi")
     if ffi is None:
         return ExitStack()
 
-    def make(original):
-        def getattribute(self, name):
+    def make(original: Callable) -> Callable:
+        def getattribute(self: Any, name: str) -> Any:
             value = original(self, name)
             if name.startswith("_") or not isinstance(value, ffi.Function):
                 return value
 
-            def call(*args):
+            def call(*args: Any) -> Any:
                 result = value(*args)
                 recorder.launch_opaque(f"jit::{name}", [a for a in args if recorder._is_operand(a)])
                 return result
@@ -507,15 +532,15 @@ def _observe_tvm_ffi(recorder: Recorder):
 
 @contextmanager
 def detect_graph_races(report: RaceReport | None = None, label: str = "") -> Iterator[RaceReport]:
-    """Record what the block runs on every stream and report operations that race.
+    """Record the operations of the block on all streams and report those that race.
 
     Args:
-        report: goes on with a report of an earlier block, such as the capture of another batch size.
-        label: names the block in the report.
+        report: the report of an earlier block to continue, such as the capture of another batch size.
+        label: the name of the block in the report.
     Returns:
-        The report; complete when the block ends.
+        The report. It is complete when the block ends.
     Raises:
-        RuntimeError: inside another such block.
+        RuntimeError: the block is inside another such block.
     """
     global _active
     if _active is not None:
@@ -537,11 +562,12 @@ def detect_graph_races(report: RaceReport | None = None, label: str = "") -> Ite
     finally:
         _active = None
         report.engine.capture_end()
-        # What comes after the block is unseen, so nothing of the block may be taken as unordered against the next.
+        # The recorder does not see what happens between two blocks, so it must not report races across that gap.
         report.engine.synchronize()
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print a report. Returns the exit status: 0 for no races, 1 for races, 2 for an unreadable report."""
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 1:
         print("usage: race_detector REPORT.json", file=sys.stderr)
@@ -551,7 +577,7 @@ def main(argv: list[str] | None = None) -> int:
         text = render(report)
     except (OSError, ValueError, KeyError, TypeError) as e:
         print(
-            f"race_detector: REPORT must be a report of --debug-graph-races, got {argv[0]}: {e}",
+            f"race_detector: REPORT: expected a file written by --debug-graph-races, got {argv[0]}: {e}",
             file=sys.stderr,
         )
         return 2

@@ -1,14 +1,17 @@
-"""Stream-safe capture: no block of the graph pool returns to its free list before every stream is done with it.
+"""Stream-safe capture: a block of the graph pool is reused only after every stream has finished with it.
 
-The caching allocator keys its free lists by stream and frees a block when the last Python reference drops, whatever
-other streams still have queued on it. Eager code gets away with that often, a captured graph repeats it at every
-replay. Here every storage that appears in a capture is recorded (``Tensor.record_stream``) on every stream of that
-capture. With the allocator's ``graph_capture_record_stream_reuse`` a block then returns once its free is ordered after
-the work of all those streams, which is the rule that a graph needs; without it the block waits for the capture's end.
+The caching allocator keeps one free list per stream. It frees a block when the last Python reference drops, even if
+other streams still have work queued on it. Eager code often gets away with that. A captured graph repeats the mistake
+at every replay.
 
-The rule keys on creation, not on use, so it covers kernels that the dispatcher never sees (Triton, DeepGEMM, JIT).
-It can't help where an order is missing between two live uses: ``order_after_break`` and ``order_dropped_join`` do that
-for the breakable backend, ``separate_flashinfer_workspaces`` for scratch that two streams would share.
+Stream-safe capture therefore calls ``Tensor.record_stream`` for every storage of a capture, on every stream of that
+capture. With the allocator setting ``graph_capture_record_stream_reuse``, a recorded block becomes free once all those
+streams have passed the point where it was dropped. Without the setting it becomes free when the capture ends.
+
+A storage is recorded because it exists, not because an operation uses it. Kernels that bypass the dispatcher (Triton,
+DeepGEMM, JIT) are therefore covered as well. What this rule can't repair is a missing wait between two uses of live
+memory. ``order_after_break`` and ``order_dropped_join`` add such waits for the breakable backend, and
+``separate_flashinfer_workspaces`` keeps two streams from sharing scratch memory.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
 
 import torch
 from sglang.srt.model_executor.graph_guard.dispatch import GuardMode
+from torch._ops import OpOverload
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +50,11 @@ _COPY = "a CUDA tensor (a blocking copy to the CPU)"
 
 
 class HostReadInCaptureError(RuntimeError):
-    """A CUDA tensor was read on the host in the middle of a capture."""
+    """The host tried to read a CUDA tensor during a capture."""
 
 
 class CudaStreams:
-    """What stream-safe capture asks of CUDA; the CPU tests pass a stand-in."""
+    """The CUDA calls that stream-safe capture makes. CPU tests replace them."""
 
     def current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream()
@@ -73,25 +79,27 @@ def _set_allocator_settings(text: str) -> None:
 
 @functools.cache
 def enable_record_stream_reuse() -> bool:
-    """Turn on the allocator's reuse of recorded blocks inside a capture, once a process.
+    """Let the allocator reuse recorded blocks within a capture. Takes effect once per process.
 
     Returns:
-        Whether it is on. Without it stream-safe capture is as safe and its graphs hold more memory, which the log says.
+        Whether the setting is on. Without it captures are just as safe, but their graphs hold more memory. The log
+        says so.
     Source:
         PyTorch pull requests 158352 and 162186.
     """
-    # The parser resets what a call doesn't name, so what the environment asked for is passed again.
+    # The allocator resets every setting that a call leaves out, so pass the settings of the environment again.
     present = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if f"{REUSE_SETTING}:False" in present:
         logger.warning(
-            "Graph guard: %s is off by the environment; graphs will hold more memory.", REUSE_SETTING
+            "Graph guard: the environment turns %s off, so graphs hold more memory.", REUSE_SETTING
         )
         return False
     try:
         _set_allocator_settings(",".join(filter(None, (present, f"{REUSE_SETTING}:True"))))
     except (AttributeError, RuntimeError, ValueError) as e:
         logger.warning(
-            "Graph guard: torch %s has no %s (%s); blocks shared by streams stay reserved until a capture ends.",
+            "Graph guard: torch %s does not support %s (%s). Blocks shared by streams are reused only after the "
+            "capture ends, so graphs hold more memory.",
             torch.__version__,
             REUSE_SETTING,
             e,
@@ -101,9 +109,9 @@ def enable_record_stream_reuse() -> bool:
 
 
 def caller_site(skip: tuple[str, ...] = ()) -> str:
-    """``function (file:line)`` of the innermost frame outside torch and this package; "" when there is none."""
+    """``function (file:line)`` of the innermost frame outside torch, this package and ``skip``, or ""."""
     inside = (os.path.dirname(torch.__file__), os.path.dirname(__file__), *skip)
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith(inside):
@@ -113,8 +121,13 @@ def caller_site(skip: tuple[str, ...] = ()) -> str:
 
 
 @functools.cache
-def _plan_of(func) -> tuple[bool, str | None, Callable | None]:
-    """(whether ``func`` only makes views, what it reads on the host, what tells that from its arguments)."""
+def _plan_of(func: OpOverload) -> tuple[bool, str | None, Callable | None]:
+    """How a capture treats ``func``.
+
+    Returns:
+        (whether it only makes a view, what it always reads on the host, the function that decides this from its
+        arguments).
+    """
     name = func._schema.name
     return func.is_view, _HOST_READS.get(name), _READS_BY_ARGUMENTS.get(name)
 
@@ -145,15 +158,15 @@ _READS_BY_ARGUMENTS = {
 }
 
 
-def refuse_host_read(func, args: tuple, kwargs: dict, device: CudaStreams) -> None:
-    """Raise when ``func`` would make the host wait for a CUDA tensor's value.
+def refuse_host_read(func: OpOverload, args: tuple, kwargs: dict, device: CudaStreams) -> None:
+    """Raise if ``func`` would make the host wait for the value of a CUDA tensor.
 
     Raises:
-        HostReadInCaptureError: naming the function that asked, in place of cudaErrorStreamCaptureInvalidated.
+        HostReadInCaptureError: names the calling function. CUDA would only report cudaErrorStreamCaptureInvalidated.
     """
     _, what, by_arguments = _plan_of(func)
     if args[0].numel() == 0:
-        return  # nothing is read
+        return  # an empty tensor has no value to wait for
     if by_arguments is not None:
         what = by_arguments(args, kwargs, device.owns)
     elif not device.owns(args[0]):
@@ -161,23 +174,23 @@ def refuse_host_read(func, args: tuple, kwargs: dict, device: CudaStreams) -> No
     if what is None:
         return
     raise HostReadInCaptureError(
-        f"{caller_site()} reads {what} on the host during CUDA graph capture. A graph that is being captured has no "
-        "values yet: do it after a replay, or skip it while torch.cuda.is_current_stream_capturing()."
+        f"{caller_site()} reads {what} on the host during CUDA graph capture. No values exist during a capture. "
+        "Read it after a replay, or skip it while torch.cuda.is_current_stream_capturing()."
     )
 
 
 class StreamSafeCapture(GuardMode):
-    """Record every storage that appears in a capture on every stream of that capture.
+    """Record every storage of a capture on every stream of that capture.
 
-    Enter it inside the capture, on the capture's stream. Streams are learned as they join, that is when they wait for
-    an event of the capture; a stream that joins late is recorded on all storages still alive. Eager work in between
-    (a graph break) passes untouched, apart from ``on_open_fork``.
+    Enter it inside the capture, on the capture's stream. A stream joins the capture when it waits for an event of the
+    capture. All storages that are still alive are then recorded on it. Eager work in a graph break is left alone,
+    except that ``on_open_fork`` is called.
 
     Args:
-        segment: number of the captured segment now open, or last open during a break; when it changes, the streams of
-            the last one have left.
-        on_open_fork: called with a stream that an eager break forked off the capture's stream and did not join again.
-        device: stands in for CUDA in tests.
+        segment: returns the number of the open segment, or of the last one during a break. When it changes, the streams
+            of the previous segment have left the capture.
+        on_open_fork: called with each stream that an eager break forked off the capture's stream and did not join.
+        device: replaces CUDA in tests.
     """
 
     def __init__(
@@ -191,30 +204,30 @@ class StreamSafeCapture(GuardMode):
         self._on_open_fork = on_open_fork
         self._device = device or CudaStreams()
         self._streams: list[torch.cuda.Stream] = []
-        # Address of each storage seen; a weak reference holds it, so that the key stays its own.
+        # StorageImpl -> data address. A weak reference keeps each StorageImpl from being reused for another storage.
         self._live: dict[int, int] = {}
         self._open_forks: dict[torch.cuda.Stream, None] = {}
         self._thread = threading.get_ident()
-        self._patches = None
+        self._observers = ExitStack()
 
     def __enter__(self) -> StreamSafeCapture:
         self._main = self._device.current()
         self._streams = [self._main]
         self._entered = self._segment() if self._segment else 0
-        self._patches = observe_events(self._after_record, self._after_wait)
-        self._patches.__enter__()
-        return super().__enter__()
+        self._observers.enter_context(observe_events(self._after_record, self._after_wait))
+        super().__enter__()
+        return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: Any) -> None:
         try:
             super().__exit__(*exc)
         finally:
-            self._patches.__exit__(None, None, None)
+            self._observers.close()
             self._close_break()
             self._forget_storages()
 
-    # This runs for every operation of a capture; what it costs is the guard's whole cost.
-    def handle(self, func, args: tuple, kwargs: dict):
+    # Hot path: runs for every operation of a capture and makes up the whole cost of the guard.
+    def handle(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         device = self._device
         if not device.capturing():
             return self.call(func, args, kwargs)
@@ -226,7 +239,7 @@ class StreamSafeCapture(GuardMode):
         if self._segment is not None:
             self._follow_segment()
         out = self.call(func, args, kwargs)
-        # Operands too: what a compiled region allocated is first seen as the operand of the next operation.
+        # Track operands too. The result of a compiled region first shows up as an operand of the next operation.
         self._track_all(args)
         if kwargs:
             self._track_all(kwargs.values())
@@ -238,10 +251,10 @@ class StreamSafeCapture(GuardMode):
 
     @property
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
-        """Streams of the open segment, the capture's own first."""
+        """The streams of the open segment. The capture's own stream comes first."""
         return tuple(self._streams)
 
-    def _track_all(self, values) -> None:
+    def _track_all(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, torch.Tensor):
                 self._track(value)
@@ -258,13 +271,13 @@ class StreamSafeCapture(GuardMode):
             return
         if seen is None:
             storage._weak_ref()
-        self._live[key] = address  # another one after a resize: that block is new
+        self._live[key] = address  # a resize moves a storage to a new block, which must be recorded too
         if len(self._streams) > 1:
             for stream in self._streams:
                 self._device.record(tensor, stream)
 
     def _join(self, stream: torch.cuda.Stream) -> None:
-        """Record all storages alive on ``stream`` and, when it is the first to join, on the capture's own."""
+        """Record all live storages on ``stream``, and on the capture's own stream if this is the first to join."""
         joined = [*self._streams, stream] if len(self._streams) == 1 else [stream]
         self._streams.append(stream)
         for key in list(self._live):
@@ -295,9 +308,9 @@ class StreamSafeCapture(GuardMode):
         self._open_forks.clear()
 
     def _after_record(self, event: torch.cuda.Event, stream: torch.cuda.Stream | None) -> None:
-        # On the event itself: torch 2.11 frees an event without clearing its weak references.
+        # Kept on the event, not in a weak dictionary: torch 2.11 frees events without clearing weak references.
         if threading.get_ident() == self._thread:
-            event._graph_guard_source = stream or self._device.current()
+            event._graph_guard_source = stream or self._device.current()  # type: ignore[attr-defined]
 
     def _after_wait(self, event: torch.cuda.Event, stream: torch.cuda.Stream | None) -> None:
         if threading.get_ident() != self._thread:
@@ -310,8 +323,8 @@ class StreamSafeCapture(GuardMode):
                     self._join(stream)
                 return
             if self._device.capturing(stream):
-                return  # a break captures a graph of its own, which is ordered by events of its own
-        source = getattr(event, "_graph_guard_source", None)
+                return  # the break captures a separate graph and orders it with its own events
+        source: Any = getattr(event, "_graph_guard_source", None)
         if stream == self._main:
             self._open_forks.pop(source, None)
         elif source == self._main or source in self._open_forks:
@@ -320,18 +333,18 @@ class StreamSafeCapture(GuardMode):
 
 @contextmanager
 def observe_events(on_record: Callable, on_wait: Callable) -> Iterator[None]:
-    """Call ``on_record(event, stream)`` and ``on_wait(event, stream)`` after each such call of torch.cuda.Event.
+    """Call ``on_record`` after each torch.cuda.Event.record and ``on_wait`` after each wait, with (event, stream).
 
-    ``Stream.wait_stream`` and ``Stream.wait_event`` end there, so this chains with whoever replaced those.
+    ``Stream.wait_stream`` and ``Stream.wait_event`` call these methods, so replacements of those still work.
     """
-    event_class = torch.cuda.Event
+    event_class: Any = torch.cuda.Event
     record, wait = event_class.record, event_class.wait
 
-    def observed_record(self, stream=None):
+    def observed_record(self: torch.cuda.Event, stream: torch.cuda.Stream | None = None) -> None:
         record(self, stream)
         on_record(self, stream)
 
-    def observed_wait(self, stream=None):
+    def observed_wait(self: torch.cuda.Event, stream: torch.cuda.Stream | None = None) -> None:
         wait(self, stream)
         on_wait(self, stream)
 
@@ -343,16 +356,16 @@ def observe_events(on_record: Callable, on_wait: Callable) -> Iterator[None]:
 
 
 def order_after_break(
-    graph, stream: torch.cuda.Stream, current_stream: Callable = torch.cuda.current_stream
+    graph: Any, stream: torch.cuda.Stream, current_stream: Callable = torch.cuda.current_stream
 ) -> None:
-    """Let the segment that is being captured start after ``stream``'s work of the eager break before it.
+    """Make the segment under capture start after the work that the preceding eager break left on ``stream``.
 
-    Captured work can't wait for eager work, so the wait is made between the break and the segment, at every replay.
+    Captured work can't wait for eager work. Each replay therefore waits between the break and the segment.
 
     Args:
-        graph: a BreakableCUDAGraph in the middle of its capture.
-        stream: the side stream that the break left unjoined.
-        current_stream: the stream on which a replay is launched.
+        graph: a BreakableCUDAGraph that is being captured.
+        stream: the side stream that the break did not join.
+        current_stream: returns the stream that launches a replay.
     """
     ordered = graph.__dict__.setdefault("_graph_guard_ordered", set())
     breaks = graph._break_fns
@@ -369,7 +382,7 @@ def order_after_break(
     if breaks:
         run_break = breaks[-1]
 
-        def run_break_then_join():
+        def run_break_then_join() -> Any:
             output = run_break()
             join()
             return output
@@ -377,7 +390,7 @@ def order_after_break(
         breaks[-1] = run_break_then_join
         return
 
-    # No break precedes the first segment: the work was queued before the replay.
+    # The first segment has no break before it. The work was queued before the replay, so the replay waits first.
     replay = graph.replay
 
     def join_then_replay() -> None:
@@ -387,12 +400,12 @@ def order_after_break(
     graph.replay = join_then_replay
 
 
-def order_dropped_join(capture, stream: torch.cuda.Stream) -> None:
-    """Keep the order of a join that the breakable capture drops because ``stream`` isn't part of it.
+def order_dropped_join(capture: Any, stream: torch.cuda.Stream) -> None:
+    """Preserve a join that a breakable capture drops because ``stream`` is not part of the capture.
 
     Args:
-        capture: the BreakableCUDAGraphCapture that is open, or None.
-        stream: the stream that should have been waited for.
+        capture: the open BreakableCUDAGraphCapture, or None.
+        stream: the stream that the join should have waited for.
     """
     if capture is not None and enabled():
         order_after_break(capture.cuda_graph, stream)
@@ -400,14 +413,14 @@ def order_dropped_join(capture, stream: torch.cuda.Stream) -> None:
 
 @contextmanager
 def keep_expert_inputs(model: torch.nn.Module | None) -> Iterator[int]:
-    """Let routed experts write to memory of their own where a shared expert may read their input on another stream.
+    """Give routed experts their own output where a shared expert may read their input on another stream.
 
-    DeepSeek's dual-stream MoE forks before the routed experts and issues the shared expert after them, both on the
-    same hidden states, while the routed experts' Triton path writes its result over them. Only captured forwards do
-    so, so eager ones keep writing in place.
+    DeepSeek's dual-stream MoE runs the routed experts and the shared expert on two streams, from the same hidden
+    states. The Triton path of the routed experts writes its result over those hidden states, and nothing orders that
+    write after the shared expert's read. Only captured forwards use two streams, so eager ones keep writing in place.
 
     Returns:
-        How many layers are changed for the block.
+        The number of layers changed for the block.
     Source:
         sglang.srt.models.deepseek_v2.DeepseekV2MoE.forward_normal_dual_stream, 0.5.23.
     """
@@ -425,45 +438,45 @@ def keep_expert_inputs(model: torch.nn.Module | None) -> Iterator[int]:
 
 
 def order_after_reads(allocating: torch.cuda.Stream, reading: torch.cuda.Stream) -> None:
-    """Let what ``allocating`` queues next start after what ``reading`` has queued so far.
+    """Make later work of ``allocating`` start after the work that ``reading`` has queued so far.
 
-    For a tensor allocated on ``allocating`` and dropped after its last read on ``reading``: the next allocation on
-    ``allocating`` may take its memory.
+    Needed for a tensor that was allocated on ``allocating`` and is dropped after its last read on ``reading``: the next
+    allocation on ``allocating`` may reuse its memory.
     """
     if enabled():
         allocating.wait_stream(reading)
 
 
 def separate_flashinfer_workspaces() -> bool:
-    """Give each stream its own copy of FlashInfer's cached scratch, which is keyed by name and device alone.
+    """Give each stream its own FlashInfer scratch buffers. FlashInfer caches them by name and device only.
 
-    Two NVFP4 GEMMs on two streams would otherwise share ``mm_fp4``'s scratch. Modules that imported the function by
-    name are changed too.
+    Two NVFP4 GEMMs on two streams would otherwise share the scratch of ``mm_fp4``. This also replaces the function in
+    modules that imported it by name.
 
     Returns:
-        Whether FlashInfer is loaded and now does so.
+        Whether FlashInfer is loaded. If so, its buffers are per stream from now on.
     Source:
         flashinfer.utils._get_cache_buf.
     """
-    utils = sys.modules.get("flashinfer.utils")
-    shared = getattr(utils, "_get_cache_buf", None)
+    utils: Any = sys.modules.get("flashinfer.utils")
+    shared: Any = getattr(utils, "_get_cache_buf", None)
     if shared is None:
         return False
     if hasattr(shared, "_graph_guard_shared"):
         shared = shared._graph_guard_shared
 
     @functools.wraps(shared)
-    def per_stream(name, *args, **kwargs):
+    def per_stream(name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
         return shared(f"{name}@{torch.cuda.current_stream().cuda_stream:#x}", *args, **kwargs)
 
-    per_stream._graph_guard_shared = shared
+    vars(per_stream)["_graph_guard_shared"] = shared
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".", 1)[0] == "flashinfer":
             if getattr(module, "_get_cache_buf", None) is shared:
-                module._get_cache_buf = per_stream
+                vars(module)["_get_cache_buf"] = per_stream
     return True
 
 
 def enabled() -> bool:
-    """Whether stream-safe capture is on: ``SGLANG_GRAPH_GUARD``, on unless it is 0."""
+    """Whether the guard is on. It is, unless ``SGLANG_GRAPH_GUARD`` is 0 or false."""
     return os.environ.get("SGLANG_GRAPH_GUARD", "1").lower() not in ("0", "false")
