@@ -1,4 +1,4 @@
-"""check_env without a GPU: what each check makes of a good and of a bad installation."""
+"""The environment check without a GPU: what each check reports for good and for bad installations."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 from sglang.srt.environment_check import __main__ as main
-from sglang.srt.environment_check import cubins, device, installation, report, toolchain
+from sglang.srt.environment_check import cubins, device, installation, layout, toolchain
 from sglang.srt.environment_check.report import FAIL, NONE, OK, WARN, Row
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -58,7 +58,7 @@ class TestReport(Scratch):
             status = main.main(list(arguments))
         return status, out.getvalue()
 
-    def test_a_failure_sets_the_status_and_the_others_still_run(self):
+    def test_a_check_that_raises_fails_and_the_others_still_run(self):
         def breaks():
             raise OSError("no disk")
 
@@ -68,11 +68,11 @@ class TestReport(Scratch):
         self.assertIn("late", out)
         self.assertIn("1 ok, 0 warnings, 1 failed, 0 not checked", out)
 
-    def test_warnings_and_what_was_not_checked_do_not(self):
+    def test_warnings_and_skipped_checks_do_not_fail(self):
         status, _ = self.run_main([lambda: [Row("a", WARN, "w"), Row("b", NONE, "no card")]])
         self.assertEqual(status, 0)
 
-    def test_json_is_all_of_stdout(self):
+    def test_stdout_holds_only_the_json(self):
         def noisy():
             print("a library's greeting")
             return [Row("a", FAIL, "broken", {"n": 1})]
@@ -85,20 +85,19 @@ class TestReport(Scratch):
 
 class TestInstallation(Scratch):
     def image(self, **build):
-        self.patch(installation, "SHARE", self.folder)
-        self.patch(report, "SHARE", self.folder)
+        self.patch(layout, "SHARE", self.folder)
         (self.folder / "build.json").write_text(json.dumps(build))
 
     def test_an_image_of_another_version_fails(self):
         self.image(version="0.0.1")
-        self.patch(installation, "installed", lambda name: "9.9")
+        self.patch(layout, "installed", lambda name: "9.9")
         row = self.only(installation.versions())
         self.assertEqual(row.status, FAIL)
-        self.assertIn("the image says 0.0.1, installed is 9.9", row.detail)
+        self.assertIn("expected 0.0.1 as the image records, got 9.9", row.detail)
 
     def test_without_our_kernels_it_fails(self):
-        self.patch(installation, "build_info", dict)
-        self.patch(installation, "installed", lambda name: None if name == "sglang-kernel-ddtree" else "1")
+        self.patch(layout, "build_info", dict)
+        self.patch(layout, "installed", lambda name: None if name == "sglang-kernel-ddtree" else "1")
         self.assertEqual(self.only(installation.versions()).status, FAIL)
 
     def test_caches(self):
@@ -150,14 +149,14 @@ class TestInstallation(Scratch):
         self.image(version="1")
         records = [{"verb": "remove", "paths": ["sgl_kernel/*_ops.so"], "bytes": 3}]
         (self.folder / "pruned.json").write_text(json.dumps(records))
-        self.patch(report, "site_packages", lambda: self.folder)
+        self.patch(layout, "site_packages", lambda: self.folder)
         self.assertEqual(self.only(installation.left_out()).status, OK)
         (self.folder / "sgl_kernel").mkdir()
         (self.folder / "sgl_kernel" / "flash_ops.so").touch()
         self.assertEqual(self.only(installation.left_out()).status, FAIL)
 
     def test_a_module_that_cannot_be_imported_is_named(self):
-        self.patch(installation, "profile", lambda: "cpu")
+        self.patch(layout, "profile", lambda: "cpu")
         self.patch(installation, "MODULES", {"cpu": ("json", "csv")})
         self.assertEqual(self.only(installation.imports()).status, OK)
         self.patch(installation, "MODULES", {"cpu": ("json", "no_such_module_here")})
@@ -167,7 +166,7 @@ class TestInstallation(Scratch):
 
     def test_an_import_that_kills_the_process_is_named(self):
         (self.folder / "dies_on_import.py").write_text("import os; os._exit(3)")
-        self.patch(installation, "profile", lambda: "cpu")
+        self.patch(layout, "profile", lambda: "cpu")
         self.patch(installation, "MODULES", {"cpu": ("json", "dies_on_import")})
         with mock.patch.dict(os.environ, {"PYTHONPATH": str(self.folder)}):
             row = self.only(installation.imports())
@@ -181,22 +180,18 @@ class TestToolchain(Scratch):
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
-        self.patch(installation, "profile", lambda: "cuda")
-        self.patch(toolchain, "cuda_home", lambda: self.folder)
+        self.patch(layout, "profile", lambda: "cuda")
+        self.patch(layout, "cuda_home", lambda: self.folder)
         self.patch(toolchain.shutil, "which", lambda name: f"/bin/{name}")
 
-    def test_architectures_are_the_images(self):
-        self.patch(toolchain, "build_info", lambda: {"architectures": "9.0;12.0f"})
-        self.assertEqual(toolchain.architectures(), ["90", "120f"])
-
-    def test_what_the_compiler_says_is_shown(self):
+    def test_a_compiler_error_is_shown(self):
         self.nvcc("echo 'ptxas fatal: no sm_120f here' >&2; exit 255")
         row = self.only(toolchain.compiler())
         self.assertEqual(row.status, FAIL)
         self.assertIn("no sm_120f here", row.detail)
 
-    def test_each_architecture_is_asked_for(self):
-        self.patch(toolchain, "build_info", lambda: {"architectures": "9.0;12.0f"})
+    def test_the_compiler_is_run_for_each_architecture(self):
+        self.patch(layout, "build_info", lambda: {"architectures": "9.0;12.0f"})
         self.nvcc(f'echo "$@" >> {self.folder}/calls; echo "release 13.0, V13.0.88"')
         row = self.only(toolchain.compiler())
         self.assertEqual(
@@ -234,10 +229,14 @@ class TestCubins(Scratch):
         path = self.folder / "sgl_kernel" / "ddtree" / "_ddtree_cuda.so"
         path.parent.mkdir(parents=True)
         path.touch()
-        self.patch(installation, "profile", lambda: "cuda")
-        self.patch(cubins, "site_packages", lambda: self.folder)
+        self.patch(layout, "profile", lambda: "cuda")
+        self.patch(layout, "site_packages", lambda: self.folder)
         self.patch(cubins, "architectures", lambda: list(architectures))
         self.patch(cubins, "listing", lambda *a: ELF_LIST if a[0] == "--list-elf" else resources)
+
+    def test_architectures_are_those_of_the_image(self):
+        self.patch(layout, "build_info", lambda: {"architectures": "9.0;12.0f"})
+        self.assertEqual(cubins.architectures(), ["90", "120f"])
 
     def test_architectures_of_each_library(self):
         self.library()
@@ -250,7 +249,7 @@ class TestCubins(Scratch):
         self.assertEqual((hopper.status, hopper.data["kernels"]), (OK, ["hopper_only", "one"]))
         self.assertEqual((blackwell.check, blackwell.status), ("our kernels sm_120f", OK))
 
-    def test_a_kernel_that_an_architecture_lacks_fails_it(self):
+    def test_a_kernel_that_an_architecture_lacks_is_a_failure(self):
         more = (
             RESOURCES
             + "arch = sm_100a\n Function one:\n Function two:\narch = sm_103a\n Function one:\n Function two:\n"
@@ -260,7 +259,7 @@ class TestCubins(Scratch):
         self.assertEqual((blackwell.status, blackwell.data["missing"]), (FAIL, ["two"]))
         self.assertEqual(data_center.status, OK)
 
-    def test_an_architecture_without_kernels_fails(self):
+    def test_an_architecture_without_kernels_is_a_failure(self):
         self.library(architectures=("103a",))
         self.assertEqual(self.only(cubins.kernels()).status, FAIL)
 
@@ -304,18 +303,19 @@ class TestDevice(Scratch):
         inputs = device.verify_inputs("cpu")
         out = device.verify("cpu").float()
         slots = torch.cat([inputs["kv_indices"], inputs["tree_slots"]]).long()
-        prefix, rows = len(inputs["kv_indices"]), len(inputs["q"])
+        prefix, num_nodes = len(inputs["kv_indices"]), len(inputs["q"])
         keys = inputs["k_cache"][slots].float().repeat_interleave(4, dim=1)
         values = inputs["v_cache"][slots].float().repeat_interleave(4, dim=1)
-        logits = torch.einsum("rhd,shd->rhs", inputs["q"].float(), keys) / 128**0.5
-        for row in range(rows):
-            for node in range(rows):
-                if not inputs["ancestors"][row, 0] >> node & 1:
-                    logits[row, :, prefix + node] = float("-inf")
-        expected = torch.einsum("rhs,shd->rhd", logits.softmax(-1), values)
+        logits = torch.einsum("nhd,shd->nhs", inputs["q"].float(), keys) / 128**0.5
+        for node in range(num_nodes):
+            for other in range(num_nodes):
+                if not inputs["ancestors"][node, 0] >> other & 1:
+                    logits[node, :, prefix + other] = float("-inf")
+        expected = torch.einsum("nhs,shd->nhd", logits.softmax(-1), values)
         self.assertLess((out - expected).abs().max().item(), device.KERNEL_TOLERANCE)
 
-    def all_reduce(self, results):
+    def all_reduce_row(self, results):
+        """The row of a host with two cards, when the all-reduces end with these results one after the other."""
         answers = iter(results)
         with (
             mock.patch("torch.cuda.device_count", return_value=2),
@@ -323,13 +323,13 @@ class TestDevice(Scratch):
         ):
             return self.only(device.all_reduce())
 
-    def test_all_reduce_tells_what_is_at_fault(self):
-        self.assertEqual(self.all_reduce([None]).status, OK)
-        row = self.all_reduce(["no answer within 120 s", None])
+    def test_a_failed_all_reduce_names_its_cause(self):
+        self.assertEqual(self.all_reduce_row([None]).status, OK)
+        row = self.all_reduce_row(["no answer within 120 s", None])
         self.assertEqual(row.status, FAIL)
         self.assertIn("NCCL_P2P_DISABLE=1", row.detail)
         self.assertIn("IOMMU", row.detail)
-        self.assertNotIn("IOMMU", self.all_reduce(["broken", "broken, too"]).detail)
+        self.assertNotIn("IOMMU", self.all_reduce_row(["broken", "still broken"]).detail)
 
     def test_a_rank_that_hangs_is_ended(self):
         self.patch(device, "_ALL_REDUCE", "import time; time.sleep(60)")

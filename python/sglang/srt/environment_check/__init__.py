@@ -1,6 +1,6 @@
-"""Checks that an installation can serve: `python -m sglang.srt.environment_check [--json]`.
+"""Checks that an installation can serve: ``python -m sglang.srt.environment_check [--json]``.
 
-Without a GPU: versions, the compiler that is needed at first use, which architectures each library was built for, caches,
-bills of materials, and that the modules that serve can be imported. With one, also the driver, what the card can load,
-its shared memory, our kernels against their reference, and an all-reduce between cards.
+Without a GPU it checks versions, caches, bills of materials, the compiler that JIT kernels need, the architectures of
+each library, and that every module that serves can be imported. With a GPU it also checks the driver, what the card can
+load, its shared memory, our kernels against their reference, and an all-reduce between cards.
 """

@@ -1,4 +1,4 @@
-"""Runs the checks and ends with a table and an exit status: 0 if none failed, else 1."""
+"""Runs the checks and prints a table. The exit status is 1 if a check failed, else 0."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ CHECKS: list[Callable[[], list[Row]]] = [
 
 
 def run(checks: list[Callable[[], list[Row]]]) -> list[Row]:
-    """Returns the rows of all checks; one that raises is a failed row, and the others still run."""
+    """Run all checks and return their rows. A check that raises becomes a failed row, and the others still run.
+
+    For this reason the checks import torch and NVML inside functions: a broken library fails only its own checks.
+    """
     rows = []
     for check in checks:
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # stdout is the report's
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is reserved for the report
                 rows += check()
         except Exception as error:
             name = f"{check.__module__.rpartition('.')[2]} {check.__name__.replace('_', ' ')}"
@@ -41,8 +44,11 @@ def run(checks: list[Callable[[], list[Row]]]) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m sglang.srt.environment_check", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="the report as JSON, with each check's data")
+    parser.add_argument(
+        "--json", action="store_true", help="print the report as JSON, with the data of each check"
+    )
     arguments = parser.parse_args(argv)
     rows = run(CHECKS)
     show(rows, arguments.json)

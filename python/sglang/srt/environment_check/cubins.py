@@ -1,4 +1,4 @@
-"""Which architectures each shipped library was built for, and which of our kernels each has."""
+"""The GPU architectures that each shipped library was built for, and our kernels for each architecture."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import subprocess
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from sglang.srt.environment_check.report import FAIL, NONE, OK, WARN, Row, site_packages
-from sglang.srt.environment_check.toolchain import architectures, cuda_home
+from sglang.srt.environment_check import layout
+from sglang.srt.environment_check.report import FAIL, NONE, OK, WARN, Row
 
-# Libraries with device code that serve; torch's own is large and lists the vendor's choice.
+DEFAULT_ARCHITECTURES = "9.0;10.0a;10.3a;12.0f"
+# The libraries whose device code serves requests.
 LIBRARIES = (
     "sgl_kernel/ddtree/_ddtree_cuda.so",
     "sgl_kernel/**/common_ops*.so",
@@ -24,9 +25,15 @@ LIBRARIES = (
 LIST_SECONDS = 300
 
 
+def architectures() -> list[str]:
+    """The architectures of this build in nvcc's notation: ['90', '100a', '103a', '120f']."""
+    asked = layout.build_info().get("architectures") or DEFAULT_ARCHITECTURES
+    return [entry.replace(".", "") for entry in asked.split(";")]
+
+
 def cuobjdump() -> Path | None:
-    """NVIDIA's lister: the toolkit's, or the copy that Triton brings."""
-    home, spec = cuda_home(), importlib.util.find_spec("triton")
+    """NVIDIA's cuobjdump, from the CUDA toolkit, PATH or the Triton package."""
+    home, spec = layout.cuda_home(), importlib.util.find_spec("triton")
     candidates = [home / "bin" / "cuobjdump" if home else None, shutil.which("cuobjdump")]
     candidates.append(
         Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump" if spec and spec.origin else None
@@ -35,22 +42,30 @@ def cuobjdump() -> Path | None:
 
 
 def listing(*arguments: str) -> str:
+    """The output of cuobjdump.
+
+    Raises:
+        FileNotFoundError: there is no cuobjdump.
+    """
     tool = cuobjdump()
     if tool is None:
-        raise FileNotFoundError("cuobjdump: expected in CUDA_HOME, on PATH or in the triton package")
+        raise FileNotFoundError(
+            "cuobjdump: expected in CUDA_HOME, on PATH or in the triton package, found none"
+        )
     return subprocess.run(
         [tool, *arguments], capture_output=True, text=True, timeout=LIST_SECONDS, check=True
     ).stdout
 
 
-def cubins_of(library: Path) -> Counter:
-    """Architecture (sm_120f) -> number of cubins in `library`."""
+def cubins_of(library: Path) -> Counter[str]:
+    """The number of cubins in ``library`` per architecture, such as 'sm_120f'."""
     return Counter(re.findall(r"\.(sm_\w+)\.cubin", listing("--list-elf", str(library))))
 
 
 def kernels_of(library: Path) -> dict[str, set[str]]:
-    """Architecture -> mangled names of the kernels that `library` has for it."""
-    found, architecture = defaultdict(set), ""
+    """The mangled names of the kernels in ``library`` per architecture."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    architecture = ""
     for line in listing("--dump-resource-usage", str(library)).splitlines():
         if match := re.match(r"arch = (\w+)", line):
             architecture = match[1]
@@ -60,23 +75,29 @@ def kernels_of(library: Path) -> dict[str, set[str]]:
 
 
 def serves(cubin: str, capability: tuple[int, int]) -> bool:
-    """Whether a card of this compute capability loads a cubin of architecture `cubin` (sm_90, sm_100a, sm_120f).
+    """Whether a card of this compute capability can load a cubin.
 
-    Plain and family targets also serve later minor versions of their major one; an "a" target serves its own only.
+    A plain or family target (sm_90, sm_120f) also runs on later minor versions of the same major version. An "a" target
+    (sm_100a) runs on its exact version only.
+
+    Raises:
+        ValueError: ``cubin`` is not an architecture.
     """
-    number, suffix = re.fullmatch(r"sm_(\d+)([af]?)", cubin).groups()
-    major, minor = int(number[:-1]), int(number[-1])
-    if suffix == "a":
+    match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", cubin)
+    if match is None:
+        raise ValueError(f"cubin: expected an architecture such as sm_90, sm_100a or sm_120f, got {cubin!r}.")
+    major, minor = int(match[1]), int(match[2])
+    if match[3] == "a":
         return capability == (major, minor)
     return capability[0] == major and capability[1] >= minor
 
 
 def libraries() -> list[Row]:
-    from sglang.srt.environment_check.installation import profile
-
-    if profile() == "cpu":
+    """One row per shipped library, with the architectures that it was built for."""
+    if layout.profile() == "cpu":
         return [Row("architectures", NONE, "the CPU profile ships no device code")]
-    site, found = site_packages(), {}
+    site = layout.site_packages()
+    found: dict[str, dict[str, int]] = {}
     for pattern in LIBRARIES:
         for path in sorted(site.glob(pattern)):
             found.setdefault(path.relative_to(site).as_posix(), dict(sorted(cubins_of(path).items())))
@@ -88,14 +109,16 @@ def libraries() -> list[Row]:
 
 
 def kernels() -> list[Row]:
-    """Our own kernels, an architecture a row. One that only a single architecture has was written for it."""
-    from sglang.srt.environment_check.installation import profile
+    """One row per architecture, with our kernels for it.
 
-    if profile() == "cpu":
+    A kernel that only one architecture has was written for that architecture. Every other kernel must be present for
+    all of them.
+    """
+    if layout.profile() == "cpu":
         return []
-    library = site_packages() / "sgl_kernel" / "ddtree" / "_ddtree_cuda.so"
+    library = layout.ddtree_library()
     if not library.exists():
-        return [Row("our kernels", FAIL, f"{library} is missing: DDTREE cannot run on a GPU")]
+        return [Row("our kernels", FAIL, f"{library} is missing, so DDTREE cannot run on a GPU")]
     found = kernels_of(library)
     holders = Counter(name for names in found.values() for name in names)
     common = {name for name, count in holders.items() if count > 1}

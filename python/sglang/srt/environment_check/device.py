@@ -1,41 +1,51 @@
-"""What needs a card: driver, capability, shared memory, our kernels against their reference, all-reduce."""
+"""Checks that need a GPU: driver, capability, shared memory, our kernels against their reference, all-reduce."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING, Any
 
+from sglang.srt.environment_check import layout
 from sglang.srt.environment_check.cubins import cubins_of, serves
-from sglang.srt.environment_check.report import FAIL, NONE, OK, WARN, Row, last_line, site_packages
+from sglang.srt.environment_check.report import FAIL, NONE, OK, WARN, Row, last_line
 
-MIN_DRIVER = 580  # the first branch that runs CUDA 13.0
-SHARED_BYTES = 101_376  # what a block of our kernels may use: sm_120's limit, the smallest that we serve
-KERNEL_TOLERANCE = 2e-2  # bfloat16 output against double accumulation: two units in its last place near 1
-ALL_REDUCE_SECONDS = 120  # start of a process a card and NCCL's own set-up; the reduction takes milliseconds
+if TYPE_CHECKING:
+    import torch
+
+MIN_DRIVER = 580  # the first driver branch that runs CUDA 13.0
+SHARED_BYTES = (
+    101_376  # the most shared memory a block of our kernels uses; the limit of sm_120, our smallest target
+)
+KERNEL_TOLERANCE = (
+    2e-2  # bfloat16 output against a float64 reference: about two units in the last place near 1
+)
+ALL_REDUCE_SECONDS = (
+    120  # covers the start of one process per card and NCCL's set-up; the reduction takes milliseconds
+)
 HANG_ADVICE = (
-    "cards cannot write to each other's memory as the system says they can; set NCCL_P2P_DISABLE=1, or turn the "
-    "IOMMU (ACS) off in the firmware"
+    "the system reports peer-to-peer access between cards, but it does not work. Set NCCL_P2P_DISABLE=1, or turn off "
+    "the IOMMU (ACS) in the firmware"
 )
 
 
 def cards() -> list[Row]:
-    """Whether each card can load our kernels, and what else this image lacks for it."""
+    """Whether each card can load our kernels, and which of upstream's kernels this image lacks for it."""
     import torch
 
     if not torch.cuda.is_available():
         return [Row("cards", NONE, "no CUDA device")]
-    library = site_packages() / "sgl_kernel" / "ddtree" / "_ddtree_cuda.so"
-    built = cubins_of(library)
+    built = cubins_of(layout.ddtree_library())
     rows = []
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         fitting = sorted(cubin for cubin in built if serves(cubin, capability))
         name = f"{torch.cuda.get_device_name(index)}, compute capability {capability[0]}.{capability[1]}"
         if not fitting:
-            rows.append(Row(f"card {index}", FAIL, f"{name}: none of {', '.join(sorted(built))} runs on it"))
-        elif capability[0] == 9 and not list((site_packages() / "sgl_kernel").glob("flash_ops*.so")):
-            advice = "this image has no FlashAttention 3: pass --attention-backend flashinfer or triton"
+            rows.append(Row(f"card {index}", FAIL, f"{name}: runs none of {', '.join(sorted(built))}"))
+        elif capability[0] == 9 and not list((layout.site_packages() / "sgl_kernel").glob("flash_ops*.so")):
+            advice = "FlashAttention 3 is not installed, so pass --attention-backend flashinfer or triton"
             rows.append(Row(f"card {index}", WARN, f"{name}: {fitting[0]}; {advice}"))
         else:
             rows.append(Row(f"card {index}", OK, f"{name}: {', '.join(fitting)}"))
@@ -43,95 +53,100 @@ def cards() -> list[Row]:
 
 
 def has_card() -> bool:
+    """Whether torch can use a CUDA device."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def driver() -> list[Row]:
+    """Whether there is an NVIDIA driver, and whether it is new enough for CUDA 13.0."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return [
-            Row("driver", NONE, f"no NVIDIA driver in here ({error}); run with --gpus all, or the CDI device")
+            Row(
+                "driver",
+                NONE,
+                f"no NVIDIA driver ({error}). In a container, pass --gpus all or the CDI device",
+            )
         ]
     text = pynvml.nvmlSystemGetDriverVersion()
     if int(text.split(".")[0]) < MIN_DRIVER:
-        return [Row("driver", FAIL, f"{text}: expected {MIN_DRIVER} or later, which CUDA 13.0 needs")]
+        return [Row("driver", FAIL, f"expected {MIN_DRIVER} or later for CUDA 13.0, got {text}")]
     return [Row("driver", OK, text)]
 
 
 def shared_memory() -> list[Row]:
+    """Whether each card has the shared memory that our kernels need."""
     import torch
 
     if not has_card():
         return [Row("shared memory", NONE, "no CUDA device")]
-    limits = {
-        index: torch.cuda.get_device_properties(index).shared_memory_per_block_optin
-        for index in range(torch.cuda.device_count())
-    }
+    properties: list[Any] = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    limits = {index: card.shared_memory_per_block_optin for index, card in enumerate(properties)}
     small = [f"card {index} has {limit}" for index, limit in limits.items() if limit < SHARED_BYTES]
     if small:
         return [
-            Row("shared memory", FAIL, f"{'; '.join(small)} bytes a block: our kernels want {SHARED_BYTES}")
+            Row("shared memory", FAIL, f"our kernels need {SHARED_BYTES} bytes per block, {', '.join(small)}")
         ]
     return [
         Row(
             "shared memory",
             OK,
-            f"{min(limits.values())} bytes a block, our kernels use at most {SHARED_BYTES}",
+            f"{min(limits.values())} bytes per block, our kernels use at most {SHARED_BYTES}",
         )
     ]
 
 
-def verify_inputs(device: str) -> dict:
-    """Arguments of sgl_kernel.ddtree.verify_gqa for one request: a prefix of 70 tokens and a tree of 6 rows."""
+def verify_inputs(device: str) -> dict[str, torch.Tensor]:
+    """The arguments of sgl_kernel.ddtree.verify_gqa for one request: a prefix of 70 tokens and a tree of 6 nodes."""
     import torch
 
     generator = torch.Generator().manual_seed(5)
-    prefix, rows, slots, heads_q, heads_kv, size = 70, 6, 128, 8, 2, 128
+    prefix, num_nodes, slots, h_q, h_kv, size = 70, 6, 128, 8, 2, 128
     parents = [0, 0, 0, 1, 1, 4]
-    words = []
-    for row, parent in enumerate(parents):
-        words.append((1 << row) | (words[parent] if row else 0))
+    words: list[int] = []
+    for node, parent in enumerate(parents):
+        words.append((1 << node) | (words[parent] if node else 0))
     order = torch.randperm(slots, generator=generator)
 
-    def random(*shape):
+    def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(device)
 
-    def integers(values, dtype=torch.int32):
-        return torch.as_tensor(values).to(dtype).to(device)
+    def integers(values: Any) -> torch.Tensor:
+        return torch.as_tensor(values).to(torch.int32).to(device)
 
     return {
-        "q": random(rows, heads_q, size),
-        "k_cache": random(slots, heads_kv, size),
-        "v_cache": random(slots, heads_kv, size),
-        "qo_indptr": integers([0, rows]),
+        "q": random(num_nodes, h_q, size),
+        "k_cache": random(slots, h_kv, size),
+        "v_cache": random(slots, h_kv, size),
+        "qo_indptr": integers([0, num_nodes]),
         "kv_indptr": integers([0, prefix]),
         "kv_indices": integers(order[:prefix]),
         "prefix_lens": integers([prefix]),
-        "tree_slots": integers(order[prefix : prefix + rows]),
-        "ancestors": integers([[word] for word in words], torch.int64),
+        "tree_slots": integers(order[prefix : prefix + num_nodes]),
+        "ancestors": torch.tensor([[word] for word in words], device=device),  # int64
     }
 
 
-def verify(device: str):
-    """Output of the tree-verify op on `device`, [rows, heads, size] bfloat16, on the CPU."""
+def verify(device: str) -> torch.Tensor:
+    """The output of the tree-verify op on ``device``, copied to the CPU: [N, h_q, d_v] bfloat16."""
     from sgl_kernel.ddtree import verify_gqa, verify_workspace
 
     inputs = verify_inputs(device)
-    rows, heads_q, size = inputs["q"].shape
-    heads_kv = inputs["k_cache"].shape[1]
+    num_nodes, h_q, size = inputs["q"].shape
+    h_kv = inputs["k_cache"].shape[1]
     workspace = verify_workspace(
-        batch=1, num_nodes=rows, h_q=heads_q, h_kv=heads_kv, d_qk=size, d_v=size, device=device
+        batch=1, num_nodes=num_nodes, h_q=h_q, h_kv=h_kv, d_qk=size, d_v=size, device=device
     )
     return verify_gqa(**inputs, workspace=workspace).cpu()
 
 
 def kernels() -> list[Row]:
-    """The tree-verify kernel on each card against the CPU op, which is its reference."""
+    """Compares the tree-verify kernel on each card with the CPU op, which is its reference."""
     import torch
 
     if not has_card():
@@ -139,10 +154,10 @@ def kernels() -> list[Row]:
     expected, rows = verify("cpu").float(), []
     for index in range(torch.cuda.device_count()):
         difference = (verify(f"cuda:{index}").float() - expected).abs().max().item()
-        good = difference <= KERNEL_TOLERANCE  # a NaN is not
-        detail = f"card {index}: largest difference from the reference {difference:.1e}"
+        good = difference <= KERNEL_TOLERANCE  # false for NaN
+        detail = f"card {index}: the largest difference from the reference is {difference:.1e}"
         rows.append(
-            Row("ddtree kernel", OK if good else FAIL, f"{detail}, at most {KERNEL_TOLERANCE:.0e} allowed")
+            Row("ddtree kernel", OK if good else FAIL, f"{detail}, {KERNEL_TOLERANCE:.0e} is allowed")
         )
     return rows
 
@@ -164,7 +179,7 @@ dist.destroy_process_group()
 
 
 def all_reduce_in(environment: dict[str, str], world: int) -> str | None:
-    """Runs an all-reduce over `world` cards in processes of their own; returns None, or what went wrong."""
+    """Runs an all-reduce over ``world`` cards, one process per card. Returns None, or what went wrong."""
     import socket
 
     with socket.socket() as probe:
@@ -196,16 +211,16 @@ def all_reduce_in(environment: dict[str, str], world: int) -> str | None:
 
 
 def all_reduce() -> list[Row]:
-    """An all-reduce over all cards; if it fails, again without peer-to-peer copies, to tell what is at fault."""
+    """Runs an all-reduce over all cards. If it fails, runs it without peer-to-peer copies to find the cause."""
     import torch
 
     world = torch.cuda.device_count()
     if world < 2:
-        return [Row("all-reduce", NONE, f"{world} CUDA devices, two are needed")]
+        return [Row("all-reduce", NONE, f"needs two CUDA devices, found {world}")]
     problem = all_reduce_in(dict(os.environ), world)
     if problem is None:
         return [Row("all-reduce", OK, f"{world} cards over NCCL")]
     without = all_reduce_in(os.environ | {"NCCL_P2P_DISABLE": "1"}, world)
     if without is None:
-        return [Row("all-reduce", FAIL, f"{problem}, but well with NCCL_P2P_DISABLE=1: {HANG_ADVICE}")]
+        return [Row("all-reduce", FAIL, f"{problem}, but it works with NCCL_P2P_DISABLE=1: {HANG_ADVICE}")]
     return [Row("all-reduce", FAIL, f"{problem}; with NCCL_P2P_DISABLE=1: {without}")]

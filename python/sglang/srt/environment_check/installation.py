@@ -1,4 +1,4 @@
-"""What is installed: versions, caches, bills of materials, and whether what serves can be imported."""
+"""Checks what is installed: versions, caches, bills of materials, and imports of the modules that serve."""
 
 from __future__ import annotations
 
@@ -8,19 +8,11 @@ import platform
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from sglang.srt.environment_check.report import (
-    FAIL,
-    NONE,
-    OK,
-    SHARE,
-    WARN,
-    Row,
-    build_info,
-    last_line,
-)
+from sglang.srt.environment_check import layout
+from sglang.srt.environment_check.report import FAIL, NONE, OK, WARN, Row, last_line
+from sglang.srt.environment_check.toolchain import driver_stub
 
 DISTRIBUTIONS = (
     "sglang",
@@ -80,46 +72,32 @@ MODULES = {
         "sglang.kernels.ops.attention.flash_attention_v4_sm120",
     ),
 }
-WITH_A_CARD = ("deep_ep",)  # these ask for a device when they are imported
+WITH_A_CARD = ("deep_ep",)  # importing these needs a device
 IMPORT_SECONDS = 600  # the first import on a slow disk compiles thousands of Python files
-FREE_WARNING = 2 << 30  # bytes; a large model's JIT caches stay below
-
-
-def installed(name: str) -> str | None:
-    """The version of the distribution `name`, None where it is absent."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def profile() -> str:
-    """'cuda' where torch was built for it, else 'cpu'."""
-    import torch
-
-    return "cpu" if torch.version.cuda is None else "cuda"
+FREE_WARNING = 2 << 30  # bytes, more than the JIT caches of a large model take
 
 
 def versions() -> list[Row]:
+    """The versions of the main distributions, and whether they match the image's record."""
     import torch
 
-    found = {name: installed(name) for name in DISTRIBUTIONS}
+    found = {name: layout.installed(name) for name in DISTRIBUTIONS}
     found |= {
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "glibc": platform.libc_ver()[1],
     }
     shown = ", ".join(f"{name} {number}" for name, number in found.items() if number)
-    said = build_info().get("version")
+    said = layout.build_info().get("version")
     if said and said != found["sglang"]:
-        return [Row("versions", FAIL, f"sglang: the image says {said}, installed is {found['sglang']}")]
+        return [Row("versions", FAIL, f"sglang: expected {said} as the image records, got {found['sglang']}")]
     if found["sglang-kernel-ddtree"] is None:
-        return [Row("versions", FAIL, "sglang-kernel-ddtree is not installed: DDTREE cannot run")]
+        return [Row("versions", FAIL, "sglang-kernel-ddtree is not installed, so DDTREE cannot run")]
     return [Row("versions", OK, shown, found)]
 
 
 def caches() -> list[Row]:
-    """Each folder that a variable of the image places, or the user's cache folder outside of one."""
+    """Whether cache folders are writable: those that the image's variables name, or the user's outside an image."""
     root = os.environ.get("SGLANG_IMAGE_CACHE", "/cache")
     folders = {name: Path(value) for name, value in os.environ.items() if value.startswith(root + "/")}
     if not folders:
@@ -134,13 +112,15 @@ def caches() -> list[Row]:
             problems.append(f"{name}={folder}: {error.strerror}")
     place = os.path.commonpath([str(folder) for folder in folders.values()])
     if problems:
-        advice = f"mount a volume at {root} that uid {os.getuid()} or group {os.getgid()} may write"
-        return [Row("caches", FAIL, f"{'; '.join(problems)}: {advice}")]
+        advice = f"mount a volume at {root} that uid {os.getuid()} or group {os.getgid()} can write"
+        return [Row("caches", FAIL, f"{'; '.join(problems)}; {advice}")]
     state = os.statvfs(place)
     if state.f_flag & os.ST_NOEXEC:
         return [
             Row(
-                "caches", FAIL, f"{place} is mounted noexec: kernels that are compiled there cannot be loaded"
+                "caches",
+                FAIL,
+                f"{place} is mounted noexec, so kernels that are compiled there cannot be loaded",
             )
         ]
     free = state.f_bavail * state.f_frsize
@@ -154,11 +134,12 @@ def caches() -> list[Row]:
 
 
 def sboms() -> list[Row]:
-    if not build_info():
-        return [Row("sbom", NONE, f"not an image of ours: {SHARE} has no build.json")]
+    """Whether the image's bills of materials are complete."""
+    if not layout.build_info():
+        return [Row("sbom", NONE, f"not one of our images: {layout.SHARE} has no build.json")]
     counts = {}
     for name in ("python", "debian"):
-        path = SHARE / "sbom" / f"{name}.cdx.json"
+        path = layout.SHARE / "sbom" / f"{name}.cdx.json"
         try:
             document = json.loads(path.read_text())
         except (OSError, ValueError) as error:
@@ -173,16 +154,15 @@ def sboms() -> list[Row]:
 
 
 def left_out() -> list[Row]:
-    """What the image build removed, and that it is gone."""
-    path = SHARE / "pruned.json"
+    """Whether the files that the image build removed are absent."""
+    path = layout.SHARE / "pruned.json"
     if not path.exists():
-        return [Row("left out", NONE, "this installation is complete")]
+        return [Row("left out", NONE, "nothing was removed from this installation")]
     records = json.loads(path.read_text())
-    from sglang.srt.environment_check.report import site_packages
-
-    back = [p for r in records if r["verb"] == "remove" for p in r["paths"] if list(site_packages().glob(p))]
+    removed = [p for r in records if r["verb"] == "remove" for p in r["paths"]]
+    back = [pattern for pattern in removed if list(layout.site_packages().glob(pattern))]
     if back:
-        return [Row("left out", FAIL, f"{', '.join(back)}: expected to be gone, found")]
+        return [Row("left out", FAIL, f"{', '.join(back)}: expected to be removed, found")]
     saved = sum(record["bytes"] for record in records)
     return [Row("left out", OK, f"{saved / 1e9:.2f} GB by {len(records)} rules", {"rules": records})]
 
@@ -201,14 +181,13 @@ for name in sys.argv[1:]:
 
 
 def imports() -> list[Row]:
-    """Imports what serves, in a process of its own. Without a driver a stub of libcuda stands in for it."""
+    """Imports the modules that serve, in a separate process. Without a driver it provides a stub of libcuda."""
     import torch
-    from sglang.srt.environment_check.toolchain import driver_stub
 
-    names = (*MODULES[profile()], *(WITH_A_CARD if torch.cuda.is_available() else ()))
+    names = (*MODULES[layout.profile()], *(WITH_A_CARD if torch.cuda.is_available() else ()))
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
-        stub = driver_stub() if profile() == "cuda" else None
+        stub = driver_stub() if layout.profile() == "cuda" else None
         if stub:
             Path(folder, "libcuda.so.1").symlink_to(stub)
             environment["LD_LIBRARY_PATH"] = f"{folder}:{environment.get('LD_LIBRARY_PATH', '')}"
@@ -237,5 +216,5 @@ def imports() -> list[Row]:
                 {"broken": broken},
             )
         ]
-    note = f", with a stub for the driver and without {', '.join(WITH_A_CARD)}" if stub else ""
+    note = f", with a stub of the driver and without {', '.join(WITH_A_CARD)}" if stub else ""
     return [Row("imports", OK, f"{len(names)} modules that serve{note}", {"modules": list(names)})]

@@ -1,21 +1,23 @@
-"""Rows of the report, and how they are shown."""
+"""The rows of the report and how they are printed."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
-SHARE = Path(os.environ.get("SGLANG_IMAGE_SHARE", "/usr/share/sglang"))  # what the image says of itself
+from sglang.srt.environment_check import layout
 
-OK, WARN, FAIL, NONE = "ok", "warn", "FAIL", "-"  # NONE: not checked here, the detail says why
+OK, WARN, FAIL, NONE = "ok", "warn", "FAIL", "-"  # NONE: not checked on this host, the detail says why
 
 
 @dataclass
 class Row:
-    """One check's outcome. detail: one sentence; data: what --json adds."""
+    """The outcome of one check.
+
+    Args:
+        detail: one sentence.
+        data: details for --json.
+    """
 
     check: str
     status: str
@@ -23,39 +25,25 @@ class Row:
     data: dict = field(default_factory=dict)
 
 
-def build_info() -> dict:
-    """The image's record of what it was made from; empty outside of an image."""
-    try:
-        return json.loads((SHARE / "build.json").read_text())
-    except FileNotFoundError:
-        return {}
-
-
-def site_packages() -> Path:
-    """Where this installation's packages lie."""
-    import sglang
-
-    return Path(sglang.__file__).resolve().parent.parent
-
-
 def last_line(text: str) -> str:
-    """The last line of a program's output that says something."""
+    """The last line of a program's output that is not blank, cut to 300 characters."""
     return ([line for line in text.splitlines() if line.strip()] or ["no output"])[-1].strip()[:300]
 
 
 def failed(rows: list[Row]) -> bool:
+    """Whether any check failed."""
     return any(row.status == FAIL for row in rows)
 
 
 def show(rows: list[Row], as_json: bool) -> None:
-    """Prints the report to stdout."""
+    """Print the report to stdout."""
     if as_json:
-        json.dump(
-            {"passed": not failed(rows), "build": build_info(), "rows": [asdict(row) for row in rows]},
-            sys.stdout,
-            indent=1,
-        )
-        print()
+        document = {
+            "passed": not failed(rows),
+            "build": layout.build_info(),
+            "rows": [asdict(row) for row in rows],
+        }
+        print(json.dumps(document, indent=1))
         return
     width = max(len(row.check) for row in rows)
     for row in rows:

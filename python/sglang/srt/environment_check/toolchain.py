@@ -1,20 +1,20 @@
-"""The compiler that is needed at first use: does it compile and link for every architecture of this build?"""
+"""Checks that the compiler of JIT kernels compiles and links for every architecture of this build."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
-from sglang.srt.environment_check.report import FAIL, NONE, OK, Row, build_info, last_line, site_packages
+from sglang.srt.environment_check import layout
+from sglang.srt.environment_check.cubins import architectures
+from sglang.srt.environment_check.report import FAIL, NONE, OK, Row, last_line
 
 COMPILE_SECONDS = 300
-DEFAULT_ARCHITECTURES = "9.0;10.0a;10.3a;12.0f"
-# What a JIT kernel uses: narrow floats, the runtime (-lcudart) and the driver (-lcuda). On sm_120f also the FP4
-# block-scale mma, which a plain sm_120 target refuses.
+# Uses what JIT kernels use: narrow floats, the runtime (-lcudart) and the driver (-lcuda). On sm_120f it also uses the
+# FP4 block-scale mma, which plain sm_120 does not have.
 PROGRAM = r"""
 #include <cuda.h>
 #include <cuda_fp4.h>
@@ -45,45 +45,32 @@ extern "C" int launch(float* out, const void* in) {
 """
 
 
-def cuda_home() -> Path | None:
-    """The CUDA toolkit that JIT compilers find: CUDA_HOME, the environment's wheels, or nvcc's on PATH."""
-    nvcc = shutil.which("nvcc")
-    candidates = [os.environ.get("CUDA_HOME"), site_packages() / "nvidia" / "cu13"]
-    candidates += [Path(nvcc).resolve().parent.parent if nvcc else None, "/usr/local/cuda"]
-    return next((Path(c) for c in candidates if c and Path(c, "bin", "nvcc").is_file()), None)
-
-
 def driver_stub() -> Path | None:
-    """A stub of libcuda to load where there is no driver; None where there is one, or no stub."""
+    """The toolkit's stub of libcuda, for hosts without a driver. None if there is a driver, or no stub."""
     try:
         ctypes.CDLL("libcuda.so.1")
         return None
     except OSError:
         pass
-    home = cuda_home()
+    home = layout.cuda_home()
     stub = home / "lib" / "stubs" / "libcuda.so" if home else None
     return stub if stub and stub.exists() else None
 
 
-def architectures() -> list[str]:
-    """What this build serves, as nvcc names it: ['90', '100a', '103a', '120f']."""
-    return [
-        entry.replace(".", "")
-        for entry in (build_info().get("architectures") or DEFAULT_ARCHITECTURES).split(";")
-    ]
-
-
 def compiler() -> list[Row]:
-    from sglang.srt.environment_check.installation import profile
-
-    if profile() == "cpu":
-        return [Row("compiler", NONE, "the CPU profile compiles nothing at first use")]
-    home = cuda_home()
+    """Compiles a small program for every architecture of this build."""
+    if layout.profile() == "cpu":
+        return [Row("compiler", NONE, "the CPU profile has no JIT kernels")]
+    home = layout.cuda_home()
     if home is None:
-        return [Row("compiler", FAIL, "no nvcc: expected one under CUDA_HOME or in nvidia/cu13")]
+        return [
+            Row("compiler", FAIL, "nvcc: expected under CUDA_HOME, in nvidia/cu13 or on PATH, found none")
+        ]
     missing = [name for name in ("g++", "gcc", "ninja") if shutil.which(name) is None]
     if missing:
-        return [Row("compiler", FAIL, f"{', '.join(missing)}: expected on PATH, which JIT compilers use")]
+        return [
+            Row("compiler", FAIL, f"{', '.join(missing)}: expected on PATH for JIT compilers, found none")
+        ]
     names = architectures()
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "probe.cu"), Path(folder, "probe.so")
