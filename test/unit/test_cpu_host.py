@@ -1,4 +1,4 @@
-"""The CPU profile: engine selection, the torchvision stand-in, and the ops of the host's sgl_kernel."""
+"""The CPU profile: engine selection, the torchvision stand-ins, and the ops of the pure-Python sgl_kernel."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ class TestSelectCpuEngine(CustomTestCase):
         ):
             return engine.select_cpu_engine(argv), os.environ.get(engine.ENVIRONMENT_VARIABLE)
 
-    def test_device_argument_decides(self):
+    def test_the_device_argument_decides(self):
         self.assertEqual(self.select(["--device", "cpu"], can_only_be_cpu=False), (True, "1"))
         self.assertEqual(self.select(["--device=cpu"], can_only_be_cpu=False), (True, "1"))
         self.assertEqual(self.select(["--device", "cuda"], can_only_be_cpu=True), (False, None))
@@ -31,14 +31,14 @@ class TestSelectCpuEngine(CustomTestCase):
             self.select(["--device", "cpu", "--device", "cuda"], can_only_be_cpu=True), (False, None)
         )
 
-    def test_without_device_the_host_decides(self):
+    def test_without_a_device_argument_the_host_decides(self):
         self.assertEqual(self.select([], can_only_be_cpu=True), (True, "1"))
         self.assertEqual(self.select([], can_only_be_cpu=False), (False, None))
 
-    def test_what_the_user_set_wins(self):
+    def test_a_value_set_by_the_user_wins(self):
         self.assertEqual(self.select(["--device", "cpu"], can_only_be_cpu=True, preset="0"), (False, "0"))
 
-    def test_importing_sglang_selects_it(self):
+    def test_importing_sglang_selects_the_cpu_engine(self):
         code = "import sglang.srt.utils.common as common; print(common.is_cpu())"
         environment = {k: v for k, v in os.environ.items() if k != engine.ENVIRONMENT_VARIABLE}
         output = subprocess.run(
@@ -52,7 +52,7 @@ class TestSelectCpuEngine(CustomTestCase):
 
 
 class TestOptionalTorchvision(CustomTestCase):
-    def test_stand_in_is_there_only_between_begin_and_end(self):
+    def test_stand_ins_exist_only_between_begin_and_end(self):
         with mock.patch.object(optional_torchvision, "find_spec", return_value=None):
             optional_torchvision.begin()
             self.addCleanup(optional_torchvision.end)
@@ -72,9 +72,9 @@ class TestOptionalTorchvision(CustomTestCase):
         self.assertNotIn("torchvision", sys.modules)
 
 
-@unittest.skipIf(torch.cuda.is_available(), "on a CUDA host sgl_kernel is upstream's")
-class TestHostKernels(CustomTestCase):
-    def test_every_other_name_raises_when_called(self):
+@unittest.skipIf(torch.cuda.is_available(), "a CUDA host has upstream's sgl_kernel")
+class TestCpuKernels(CustomTestCase):
+    def test_an_op_that_needs_cuda_raises_when_called(self):
         from sgl_kernel import DeviceOnlyError, fp8_scaled_mm
 
         with self.assertRaisesRegex(DeviceOnlyError, "sgl_kernel.fp8_scaled_mm needs a CUDA device"):
@@ -82,12 +82,12 @@ class TestHostKernels(CustomTestCase):
         with self.assertRaisesRegex(DeviceOnlyError, "rmsnorm_cpu needs a CUDA device"):
             torch.ops.sgl_kernel.rmsnorm_cpu(torch.zeros(1), torch.zeros(1), 1e-6)
 
-    def test_our_subpackage_is_no_stand_in(self):
+    def test_our_subpackage_is_real(self):
         from sgl_kernel import ddtree
 
         self.assertTrue(callable(ddtree.verify_gqa))
 
-    def test_copy_reads_all_rows_before_it_writes(self):
+    def test_copy_reads_all_slots_before_it_writes(self):
         from sgl_kernel import copy_all_layer_kv_cache_cpu
 
         layers = [torch.randn(10, 4), torch.randn(10, 6, dtype=torch.bfloat16)]
@@ -104,7 +104,7 @@ class TestHostKernels(CustomTestCase):
         for layer, wanted in zip(layers, expected):
             self.assertTrue(torch.equal(layer, wanted))
 
-    def test_copy_names_the_argument_that_is_wrong(self):
+    def test_copy_names_the_wrong_argument(self):
         from sgl_kernel import copy_all_layer_kv_cache_cpu
 
         with self.assertRaisesRegex(ValueError, r"tgt_loc: expected as many rows as src_loc \(2\), got 1"):
@@ -112,7 +112,7 @@ class TestHostKernels(CustomTestCase):
                 torch.tensor([0]), torch.tensor([4]), torch.tensor([1]), torch.tensor([1, 2])
             )
 
-    def test_new_slots_go_to_the_rows_and_positions_of_their_requests(self):
+    def test_new_slots_go_to_the_positions_of_their_requests(self):
         from sgl_kernel import assign_req_to_token_pool_cpu
 
         table = torch.zeros(3, 6, dtype=torch.int32)
@@ -121,7 +121,7 @@ class TestHostKernels(CustomTestCase):
         self.assertEqual(table.tolist(), [[0, 0, 0, 0, 21, 22], [0] * 6, [0, 11, 12, 13, 0, 0]])
 
     def test_murmur_hash_against_the_published_algorithm(self):
-        # Plain integers, block by block, as MurmurHash3_x86_32 is published (seed 0, 16 bytes).
+        # MurmurHash3_x86_32 as published, in plain integers (seed 0, 16 bytes).
         def rotate(x, r):
             return ((x << r) | (x >> (32 - r))) & 0xFFFFFFFF
 
@@ -157,7 +157,7 @@ class TestHostKernels(CustomTestCase):
         from sglang.srt.models.registry import ModelRegistry
 
         supported = ModelRegistry.get_supported_archs()
-        # qwen3_5, grok and muse_glimmer look up AMX ops while they are imported.
+        # qwen3_5, grok and muse_glimmer look up AMX ops when they are imported.
         for architecture in (
             "LlamaForCausalLM",
             "Qwen3ForCausalLM",

@@ -1,1 +1,1 @@
-"""What lets SGLang run on a host without CUDA with the light CPU profile. Nothing here acts on a CUDA host."""
+"""Lets SGLang run with the light CPU profile on a host without CUDA. Nothing here changes a CUDA host."""

@@ -1,7 +1,7 @@
-"""Chooses SGLang's CPU engine by itself when the device can only be, or is asked to be, the CPU.
+"""Selects SGLang's CPU engine when the server runs on the CPU.
 
-Upstream decides it from the environment variable SGLANG_USE_CPU_ENGINE, which many modules read while they are
-imported; so this runs first of all in `sglang/__init__.py`, before torch is imported. A value that the user set wins.
+Upstream reads the choice from the environment variable SGLANG_USE_CPU_ENGINE, in many modules and while they are
+imported. ``sglang/__init__.py`` therefore calls this first, before torch is imported. A value that the user set wins.
 """
 
 import ctypes
@@ -13,16 +13,15 @@ ENVIRONMENT_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 
 
 def select_cpu_engine(argv: list[str] | None = None) -> bool:
-    """Sets SGLANG_USE_CPU_ENGINE=1 when the server will run on the CPU.
+    """Set SGLANG_USE_CPU_ENGINE=1 if the server will run on the CPU. Child processes inherit the variable.
 
-    That is when the command line says `--device cpu`, or names no device and this host can only serve on the CPU. Child processes
-    inherit the variable.
+    The server runs on the CPU if the command line says ``--device cpu``, or if it names no device and this host can
+    serve only on the CPU.
 
     Args:
-        argv: the command line without the program; sys.argv[1:] by default.
-
+        argv: the command line without the program. Defaults to sys.argv[1:].
     Returns:
-        Whether the CPU engine is on.
+        Whether the CPU engine is selected.
     """
     if ENVIRONMENT_VARIABLE not in os.environ:
         device = _device_argument(sys.argv[1:] if argv is None else argv)
@@ -38,15 +37,14 @@ def _device_argument(argv: list[str]) -> str | None:
             device = argv[position + 1]
         elif argument.startswith("--device="):
             device = argument.partition("=")[2]
-    return device  # the last one counts, as in argparse
+    return device  # argparse also takes the last one
 
 
 def _can_only_be_cpu() -> bool:
-    """Whether no accelerator can serve: torch's build has none, or is a CUDA build on a Linux host without a driver."""
+    """Whether torch is a CPU build, or a CUDA build on a Linux host without a driver."""
     try:
-        build = version("torch").partition("+")[
-            2
-        ]  # "" (the index's default build, CUDA), "cu130", "cpu", "rocm6.4", ...
+        # The local version: "" (the package index's default, a CUDA build), "cu130", "cpu", "rocm6.4", ...
+        build = version("torch").partition("+")[2]
     except PackageNotFoundError:
         return False
     if build == "cpu":

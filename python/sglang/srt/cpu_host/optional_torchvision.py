@@ -1,13 +1,15 @@
-"""Lets two modules of upstream import torchvision names where torchvision is not installed.
+"""Lets two upstream modules import torchvision names when torchvision is not installed.
 
-`sglang.srt.multimodal.internvl_utils` and `sglang.srt.configs.deepseek_ocr` import it at the top, and both are
-imported on the way to a text model. A stand-in that stays in sys.modules would make transformers believe that
-torchvision is there, so it stays for those import statements alone: `begin()` before them, `end()` after.
+``sglang.srt.multimodal.internvl_utils`` and ``sglang.srt.configs.deepseek_ocr`` import torchvision at the top, and
+every text model imports both. The patches call ``begin()`` before those import statements and ``end()`` after them. In
+between, stand-ins for torchvision are in sys.modules. If they stayed there, transformers would conclude that
+torchvision is installed.
 """
 
 import sys
 import types
 from importlib.util import find_spec
+from typing import Any, NoReturn
 
 _NAMES = (
     "torchvision",
@@ -17,14 +19,14 @@ _NAMES = (
 
 
 class _NeedsTorchvision:
-    """Using it in any way raises: an image processor was used without torchvision."""
+    """Stands for a torchvision name. Any use of it raises."""
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return self()
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ImportError(
             "Processing images needs torchvision, which the CPU profile leaves out. "
             "Install the build that matches this torch: pip install torchvision"
@@ -32,28 +34,27 @@ class _NeedsTorchvision:
 
 
 def begin() -> None:
-    """Puts the stand-in into sys.modules if torchvision is not installed."""
+    """Put the stand-ins into sys.modules, unless torchvision is installed."""
     if "torchvision" in sys.modules or find_spec("torchvision") is not None:
         return
     modules = {name: types.ModuleType(name) for name in _NAMES}
-    modules["torchvision"].transforms = modules["torchvision.transforms"]
-    modules["torchvision.transforms"].functional = modules["torchvision.transforms.functional"]
+    vars(modules["torchvision"])["transforms"] = modules["torchvision.transforms"]
+    vars(modules["torchvision.transforms"])["functional"] = modules["torchvision.transforms.functional"]
     for module in modules.values():
-        module.__path__ = []
-        # torchvision.transforms itself is used as a namespace (T.Compose), so its names resolve late, too.
-        module.__getattr__ = _resolve
+        # With __getattr__, names are also resolved after the import: torchvision.transforms is used as T.Compose.
+        vars(module).update(__path__=[], __getattr__=_resolve)
     sys.modules.update(modules)
 
 
 def end() -> None:
-    """Takes the stand-in out of sys.modules again; names bound from it raise when they are used."""
+    """Remove the stand-ins from sys.modules. Names bound from them keep raising when they are used."""
     for name in _NAMES:
         module = sys.modules.get(name)
         if module is not None and getattr(module, "__getattr__", None) is _resolve:
             del sys.modules[name]
 
 
-def _resolve(name: str):
+def _resolve(name: str) -> _NeedsTorchvision:
     if name.startswith("__"):
         raise AttributeError(name)
     return _NeedsTorchvision()
