@@ -1,29 +1,24 @@
-"""Capture time and graph pool memory of a real model class with and without the guard, in pairs.
+"""The capture time and graph pool memory of a real model class, in pairs with and without the guard.
 
-    python benchmark/graph_guard/bench_capture.py --output benchmark/graph_guard/results/h200-2026-11-29-capture.json
+    PYTHONPATH=test python benchmark/graph_guard/bench_capture.py --output RESULT.json
 
-Loads a Qwen3 of 28 layers with random weights (q and k normalized on two streams) through upstream's one_batch and
-captures its decode graphs again and again, each time into a new pool.
+Loads a 28-layer Qwen3 with random weights, which normalizes q and k on two streams. Then it captures the decode graphs
+repeatedly, each time into a new memory pool.
 """
 
 import argparse
 import gc
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "test/gpu"), str(Path(__file__).parent)]
-from bench_graph_guard import command_line, interval  # noqa: E402
-from graph_guard_harness import pool_bytes  # noqa: E402
-from test_graph_guard_models import MODELS  # noqa: E402
+from bench_graph_guard import interval, origin, save
+from support.graph_guard import pool_bytes
+from support.tiny_models import run_one_batch, write_config
 
 FLAGS = (
     "--load-format dummy --attention-backend triton --sampling-backend pytorch --mem-fraction-static 0.2 "
@@ -32,7 +27,7 @@ FLAGS = (
 
 
 def load(folder):
-    """The ModelRunner of one process, its graphs captured once."""
+    """The ModelRunner of this process. Its graphs have been captured once."""
     from sglang.benchmark import one_batch
 
     class Loaded(Exception):
@@ -43,13 +38,11 @@ def load(folder):
     def load_and_stop(*args):
         raise Loaded(load_model(*args)[0].torch_runner)
 
-    one_batch.get_tokenizer = lambda *args, **kwargs: None
     one_batch.load_model = load_and_stop
-    config = {**MODELS["qwen3"], "num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072}
-    Path(folder, "config.json").write_text(json.dumps(config))
+    write_config("qwen3", Path(folder), num_hidden_layers=28, hidden_size=1024, intermediate_size=3072)
     sys.argv[1:] = ["--model-path", folder, *FLAGS]
     try:
-        one_batch.cli_main()
+        run_one_batch()
     except Loaded as loaded:
         return loaded.args[0]
 
@@ -59,7 +52,7 @@ def main():
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--pairs", type=int, default=12)
     args = parser.parse_args()
-    command = command_line(sys.argv[1:])
+    arguments = sys.argv[1:]  # load() replaces them
     from sglang.srt.model_executor.runner_utils.pool import set_global_graph_memory_pool
 
     with tempfile.TemporaryDirectory() as folder:
@@ -82,15 +75,8 @@ def main():
                 seconds[guard].append(time.perf_counter() - start)
             memory[guard] = pool_bytes(runner.backend)
     mean, half = interval([on / off for on, off in zip(seconds[True], seconds[False], strict=True)])
-    commit = os.environ.get("GRAPH_GUARD_COMMIT")
-    if not commit:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        commit = head.stdout.strip()
     result = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": commit,
-        "command": command,
+        **origin(arguments),
         "model": "Qwen3, 28 layers, hidden 1024, 8 heads of 96, random weights",
         "sizes": runner.capture_bs,
         "capture": {
@@ -102,8 +88,7 @@ def main():
         },
         "pool_bytes": {"off": memory[False], "on": memory[True], "ratio": memory[True] / memory[False]},
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, args.output)
     c = result["capture"]
     print(f"capture: {c['off_s']:.3f} -> {c['on_s']:.3f} s, ratio {c['ratio']:.3f} {c['ratio_95']}")
     print(f"pool: {memory[False]} -> {memory[True]} bytes, ratio {result['pool_bytes']['ratio']:.3f}")

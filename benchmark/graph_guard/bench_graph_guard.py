@@ -1,11 +1,11 @@
-"""Cost of stream-safe capture on a device: replay time, graph pool memory and capture time, in pairs with and without.
+"""The cost of stream-safe capture in plain torch layers: replay time, graph pool memory and capture time.
 
-    python benchmark/graph_guard/bench_graph_guard.py --output benchmark/graph_guard/results/h200-2026-11-29.json
+    PYTHONPATH=test python benchmark/graph_guard/bench_graph_guard.py --output RESULT.json
 
-Both members of a pair are captured from the same safe code (every reference is kept to its join) through
-FullCudaGraphBackend, so that only the guard differs. Replays alternate within a pair. The interval is the 95%
-t-interval of the mean of the ratios on/off; the control is the same for a second capture without the guard, on/off
-being off again/off: how far two captures of one program are apart.
+Every measurement is a pair, with and without the guard, and the order alternates from pair to pair. Both members of a
+pair capture the same code through FullCudaGraphBackend. The code is safe without the guard: it keeps every reference
+until the join. The result is the mean ratio on/off with its 95% t-interval. The control is the same ratio for a second
+capture without the guard. It shows how much two captures of one program differ.
 """
 
 import argparse
@@ -20,17 +20,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from support.graph_guard import backend, pool_bytes
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "test/gpu"))
-from graph_guard_harness import backend, pool_bytes  # noqa: E402
-
-SIZES = (64, 32, 16, 8, 4, 2, 1)  # captured in this order, as the runners do
+SIZES = (64, 32, 16, 8, 4, 2, 1)  # runners capture in this order too
 LAYERS, HIDDEN, FFN = 32, 2048, 4096
 
 
 class Model(torch.nn.Module):
-    """Decoder-like layers with the two overlaps that upstream's models have: a norm, and a shared expert."""
+    """Decoder-like layers with the two overlaps of upstream's models: a norm and a shared expert."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +68,7 @@ class Model(torch.nn.Module):
             routed = torch.relu(h @ w["up"]) @ w["down"]
             main.wait_stream(self.alt)
             x = x + routed + shared
-            self.alt.wait_stream(main)  # what alt allocated was read here
+            self.alt.wait_stream(main)  # main reads what alt allocated
         main.wait_stream(self.alt)
         return x
 
@@ -79,15 +77,31 @@ def interval(ratios):
     """(mean, half width of the 95% t-interval)."""
     n, z = len(ratios), 1.959964
     df = n - 1
-    # Student's t from the normal quantile (Cornish-Fisher): within 1% from 5 degrees of freedom on.
+    # Student's t quantile from the normal one (Cornish-Fisher). The error is below 1% from 5 degrees of freedom on.
     t = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
     return statistics.fmean(ratios), t * statistics.stdev(ratios) / math.sqrt(n)
 
 
-def command_line(arguments):
-    """The command for the record, the output's folder left out: it says nothing about the run."""
-    shown = [Path(a).name if os.sep in a else a for a in arguments]
-    return " ".join(["python", f"benchmark/graph_guard/{Path(sys.argv[0]).name}", *shown])
+def origin(arguments):
+    """The fields of a result that say where it comes from: GPU, torch, commit and command."""
+    commit = os.environ.get("GRAPH_GUARD_COMMIT")  # for machines that have no git checkout
+    if not commit:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        commit = head.stdout.strip()
+    shown = [
+        Path(a).name if os.sep in a else a for a in arguments
+    ]  # the folder of the output does not matter
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": commit,
+        "command": " ".join(["python", f"benchmark/graph_guard/{Path(sys.argv[0]).name}", *shown]),
+    }
+
+
+def save(result, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def capture_all(capture, model, x):
@@ -118,7 +132,7 @@ def main():
     model, x = Model(), torch.randn(SIZES[0], HIDDEN, device="cuda").to(torch.bfloat16)
     stream = torch.cuda.Stream()
     with torch.no_grad(), ExitStack() as stack:
-        with backend("full", stream=stream) as capture:  # kernels are loaded before anything is timed
+        with backend("full", stream=stream) as capture:  # loads all kernels before anything is timed
             capture_all(capture, model, x)
         seconds = {False: [], True: []}
         memory = {}
@@ -158,15 +172,8 @@ def main():
                 "replays_each": 20,
             }
     mean, half = interval(captures)
-    commit = os.environ.get("GRAPH_GUARD_COMMIT")
-    if not commit:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        commit = head.stdout.strip()
     result = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": commit,
-        "command": command_line(sys.argv[1:]),
+        **origin(sys.argv[1:]),
         "model": {"layers": LAYERS, "hidden": HIDDEN, "ffn": FFN, "sizes": SIZES},
         "replay": replays,
         "capture": {
@@ -178,8 +185,7 @@ def main():
         },
         "pool_bytes": {"off": memory[False], "on": memory[True], "ratio": memory[True] / memory[False]},
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, args.output)
     for n, r in replays.items():
         print(
             f"replay size {n}: {r['off_ms']:.4f} -> {r['on_ms']:.4f} ms, ratio {r['ratio']:.4f} {r['ratio_95']}, "
@@ -187,9 +193,8 @@ def main():
         )
     c = result["capture"]
     print(f"capture: {c['off_s']:.3f} -> {c['on_s']:.3f} s, ratio {c['ratio']:.3f} {c['ratio_95']}")
-    print(
-        f"pool: {memory[False] / 2**20:.1f} -> {memory[True] / 2**20:.1f} MiB, ratio {result['pool_bytes']['ratio']:.3f}"
-    )
+    off, on = memory[False], memory[True]
+    print(f"pool: {off / 2**20:.1f} -> {on / 2**20:.1f} MiB, ratio {on / off:.3f}")
 
 
 if __name__ == "__main__":

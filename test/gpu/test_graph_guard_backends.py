@@ -1,20 +1,18 @@
-"""Graph guard through the tree's real backends: reuse patterns A and B, dropped joins, refusals, no extra kernel."""
+"""Graph guard through upstream's graph backends: memory reuse, dropped joins, refusals, and no extra kernels."""
 
 import os
-import sys
+import tempfile
 import unittest
 from unittest import mock
 
 import torch
 from cuda.bindings import runtime as cudart
-
-sys.path.insert(0, os.path.dirname(__file__))
-from graph_guard_harness import Overlap, backend
 from sglang.srt.model_executor.graph_guard import HostReadInCaptureError
 from sglang.srt.model_executor.graph_guard.happens_before import DROPPED_WAIT, LIVE, REUSE
 from sglang.srt.model_executor.graph_guard.race_detector import detect_graph_races
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import break_graph, eager_on_graph
 from sglang.test.ci.ci_register import register_cuda_ci
+from support.graph_guard import Overlap, backend
 
 register_cuda_ci(est_time=20, suite="gpu")
 
@@ -30,7 +28,7 @@ class ReuseTest(unittest.TestCase):
                     with backend(kind, guard=False) as capture:
                         replay = capture(8, work)
                         self.assertEqual(
-                            work.reused, 24, "precondition: the dropped block is what comes next"
+                            work.reused, 24, "precondition: the next allocation takes the dropped block"
                         )
                         self.assertEqual(work.wrong_layers(replay, 3), 24)
                     with backend(kind, guard=True) as capture:
@@ -53,8 +51,8 @@ class ReuseTest(unittest.TestCase):
                     replay = capture(8, forward)
                     self.assertEqual(work.wrong_layers(replay, 20), wrong)
 
-    def test_pattern_inside_a_custom_op_that_is_written_in_python(self):
-        """As DeepSeek's dual-stream MoE is in breakable graphs."""
+    def test_pattern_inside_a_custom_op_written_in_python(self):
+        """DeepSeek's dual-stream MoE has this form in breakable graphs."""
         work = Overlap("a")
         library = torch.library.Library("graph_guard_test", "DEF")
         self.addCleanup(library._destroy)
@@ -96,7 +94,7 @@ class ReuseTest(unittest.TestCase):
 
         for guard, wrong in ((False, 24), (True, 0)):
             graph_guard._race_report = None
-            path = os.path.join(self.enterContext(_folder()), "races.json")
+            path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), "races.json")
             with backend("full", guard=guard, debug_graph_races=path) as capture:
                 if wrong:
                     with self.assertLogs("sglang.srt.model_executor.graph_guard", "ERROR"):
@@ -141,7 +139,7 @@ class ReuseTest(unittest.TestCase):
 
 
 class DroppedJoinTest(unittest.TestCase):
-    """A break that leaves work on the side stream, and a segment that needs it."""
+    """A graph break leaves work on a side stream, and the next segment needs its result."""
 
     def forward(self, x, buffer, out, side, fork_again):
         @eager_on_graph
@@ -181,11 +179,11 @@ class DroppedJoinTest(unittest.TestCase):
             torch.cuda.synchronize()
         return wrong
 
-    def test_join_that_the_segment_asks_for(self):
+    def test_a_join_in_the_next_segment(self):
         self.assertEqual(self.stale(guard=False, fork_again=False), 5)
         self.assertEqual(self.stale(guard=True, fork_again=False), 0)
 
-    def test_fork_that_only_orders_against_the_graph(self):
+    def test_a_new_fork_of_the_same_side_stream_in_the_next_segment(self):
         self.assertEqual(self.stale(guard=False, fork_again=True), 5)
         self.assertEqual(self.stale(guard=True, fork_again=True), 0)
 
@@ -194,7 +192,7 @@ class DroppedJoinTest(unittest.TestCase):
 
         x, buffer, out = (torch.zeros(8, 1024, device="cuda") for _ in range(3))
         graph_guard._race_report = None
-        path = os.path.join(self.enterContext(_folder()), "races.json")
+        path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), "races.json")
         forward = self.forward(x, buffer, out, torch.cuda.Stream(), False)
         with backend("breakable", guard=False, debug_graph_races=path) as capture:
             capture(8, forward)
@@ -208,14 +206,14 @@ class DroppedJoinTest(unittest.TestCase):
         for fork_again in (False, True):
             x, buffer, out = (torch.zeros(8, 1024, device="cuda") for _ in range(3))
             graph_guard._race_report = None
-            path = os.path.join(self.enterContext(_folder()), "races.json")
+            path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), "races.json")
             forward = self.forward(x, buffer, out, torch.cuda.Stream(), fork_again)
             with backend("breakable", debug_graph_races=path) as capture:
                 capture(8, forward)
             self.assertEqual(graph_guard._race_report.races, [])
 
     def test_a_break_that_launches_a_graph_of_its_own_keeps_its_overlap(self):
-        """As Nemotron-H's shared experts do: ordered by external events, joined in a later segment."""
+        """Nemotron-H's shared experts do this: external events order the graph, and a later segment joins it."""
         side, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         x, out = torch.zeros(8, 1024, device="cuda"), torch.zeros(8, 1024, device="cuda")
 
@@ -283,7 +281,7 @@ class CaptureTest(unittest.TestCase):
                 self.assertEqual(replay()[0, 0].item(), 3.0)
 
     def nodes(self, forward, guard):
-        """Nodes of the graph that the full backend captures."""
+        """The number of nodes in the graph that the full backend captures."""
         plain = torch.cuda.CUDAGraph
 
         def kept():
@@ -313,7 +311,7 @@ class CaptureTest(unittest.TestCase):
         self.assertEqual(self.nodes(lambda: eager(x), guard=True), 4)
 
     def test_compiled_region(self):
-        """Its allocations bypass the dispatcher; what leaves it is recorded where it is next used."""
+        """Its allocations bypass the dispatcher. Its result is recorded at the next use."""
 
         @torch.compile(dynamic=False)
         def gate(x):
@@ -341,12 +339,6 @@ class CaptureTest(unittest.TestCase):
                 x.fill_(value)
                 replay()
                 torch.testing.assert_close(out, torch.sigmoid(x) * x)
-
-
-def _folder():
-    import tempfile
-
-    return tempfile.TemporaryDirectory()
 
 
 if __name__ == "__main__":

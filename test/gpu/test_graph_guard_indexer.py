@@ -1,20 +1,17 @@
-"""The DSA indexer's missing wait, with the indexer's own code on small random weights."""
+"""The missing wait in the DSA indexer, with the indexer's own code on small random weights."""
 
 import os
-import sys
 import tempfile
 import unittest
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
-
-sys.path.insert(0, os.path.dirname(__file__))
-from graph_guard_harness import backend
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.model_executor import graph_guard
 from sglang.srt.model_executor.graph_guard.happens_before import REUSE
 from sglang.test.ci.ci_register import register_cuda_ci
+from support.graph_guard import backend
 
 register_cuda_ci(est_time=40, suite="gpu")
 
@@ -27,7 +24,7 @@ def projection(n_in, n_out):
 
 
 class Indexer:
-    """The attributes that the fused path of the real Indexer reads, and its real methods."""
+    """The real methods of the fused path, with just the attributes that they read."""
 
     _fused_q_prepare_and_store = dsa_indexer.Indexer._fused_q_prepare_and_store
     _fused_k_prepare_and_store = dsa_indexer.Indexer._fused_k_prepare_and_store
@@ -44,7 +41,7 @@ class Indexer:
 
 class IndexerTest(unittest.TestCase):
     def races(self, guard):
-        """Capture the decode step of one MLA layer up to the join: q_b_proj on the indexer's side stream."""
+        """The report on a captured decode step of two MLA layers, from the indexer to q_b_proj on its side stream."""
         torch.manual_seed(0)
         alt = torch.cuda.Stream()
         indexer = Indexer(alt)
@@ -75,7 +72,7 @@ class IndexerTest(unittest.TestCase):
             capture(TOKENS, lambda: torch.cat([layer() for _ in range(2)]))
         return graph_guard._race_report
 
-    def test_flagged_without_the_wait_and_silent_with_it(self):
+    def test_the_race_is_reported_without_the_wait_and_gone_with_it(self):
         report = self.races(guard=False)
         self.assertTrue(report.races)
         for race in report.races:

@@ -1,23 +1,19 @@
-"""The probe and the canary on a device: a broken captured kernel, a broken input, a write outside its pages."""
+"""The probe and the canary on a device: a broken captured kernel, a broken input, and a stray write to a page."""
 
-import os
-import sys
 import unittest
 
 import torch
-
-sys.path.insert(0, os.path.dirname(__file__))
-from graph_guard_harness import backend
 from sglang.srt.model_executor.graph_guard.canary import PageCanary, WatchedPool, hash_pages
 from sglang.srt.model_executor.graph_guard.differential import CAPTURED_WRONG, INPUT_WRONG
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import eager_on_graph
 from sglang.test.ci.ci_register import register_cuda_ci
+from support.graph_guard import backend
 
 register_cuda_ci(est_time=25, suite="gpu")
 
 
 class Layer(torch.nn.Module):
-    """A linear layer whose captured kernel adds one to a row when ``broken``."""
+    """A linear layer. If ``broken``, its captured run adds 1 to row 1."""
 
     def __init__(self, broken=False, side=None):
         super().__init__()
@@ -74,7 +70,7 @@ class ProbeTest(unittest.TestCase):
         self.assertEqual({f.verdict for f in found}, {INPUT_WRONG})
         self.assertEqual(len(found), 3)
 
-    def test_a_module_in_an_eager_break_is_left_out(self):
+    def test_a_module_in_an_eager_break_is_skipped(self):
         model = Model(None)
         x = torch.randn(8, 64, device="cuda")
         in_break = eager_on_graph(lambda y: model.layers[1](y))
@@ -88,7 +84,7 @@ class ProbeTest(unittest.TestCase):
             self.assertEqual({s.name for s in sites.values() if s.captured}, {"layers.0", "layers.2"})
             self.assertEqual(probe.findings, [])
 
-    def test_right_graph(self):
+    def test_a_correct_graph(self):
         self.assertEqual(self.run_probe(None, r"layers|aten::mm"), [])
 
 
@@ -99,13 +95,13 @@ class CanaryTest(unittest.TestCase):
         ]
         return WatchedPool("C4 index-K", buffers, 64)
 
-    def test_kernel_is_the_reference(self):
+    def test_the_kernel_matches_the_reference(self):
         pool = self.pool()
         (check,) = PageCanary([pool], 1)._checks
         for layer, buffer in enumerate(pool.buffers):
             self.assertTrue(torch.equal(check.hashes[layer], hash_pages(buffer)))
 
-    def test_write_outside_its_pages(self):
+    def test_a_stray_write_is_found(self):
         for every in (1, 4):
             pool = self.pool()
             canary = PageCanary([pool], every)

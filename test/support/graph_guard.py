@@ -1,4 +1,4 @@
-"""The tree's real graph backends around a plain function, without a model or a server."""
+"""Upstream's graph backends around a plain function, without a model or a server. Needs CUDA."""
 
 import contextlib
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ OFF = {"debug_graph_races": None, "debug_graph_diff": None, "debug_graph_canary"
 
 
 class Runner:
-    """What the backends ask of their runner."""
+    """The part of a runner that the backends use."""
 
     device_module = torch.cuda
     raw_num_tokens = 0
@@ -29,9 +29,15 @@ class Runner:
 
 @contextlib.contextmanager
 def backend(kind, guard=True, model=None, stream=None, **flags):
-    """A FullCudaGraphBackend or BreakableCudaGraphBackend with a pool of its own; yields ``capture(size, forward)``.
+    """A FullCudaGraphBackend or BreakableCudaGraphBackend with its own memory pool.
 
-    ``capture`` warms up and captures as the runners do and returns ``replay()``. The backend is ``capture.backend``.
+    Args:
+        kind: "full" or "breakable".
+        guard: whether the graph guard is on.
+        flags: debug arguments that differ from ``OFF``.
+    Yields:
+        ``capture(size, forward)``, which warms up and captures ``forward`` like a runner and returns ``replay()``. Its
+        attribute ``backend`` is the graph backend.
     """
     module = {"full": full_cuda_graph_backend, "breakable": breakable_cuda_graph_backend}[kind]
     parallel = SimpleNamespace(tp_group=SimpleNamespace(barrier=lambda: None))
@@ -64,7 +70,7 @@ def backend(kind, guard=True, model=None, stream=None, **flags):
 
 
 class SimpleKey:
-    """A ShapeKey of one size."""
+    """Stands for a ShapeKey."""
 
     def __init__(self, size):
         self.size = size
@@ -74,17 +80,21 @@ class SimpleKey:
 
 
 def pool_bytes(graphs):
-    """Bytes that the pool of a backend has reserved."""
+    """The number of bytes that the memory pool of a backend has reserved."""
     segments = torch.cuda.memory_snapshot()
     return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(graphs._pool))
 
 
 class Overlap:
-    """Layers whose side stream still reads, or whose main stream still reads, memory that was dropped.
+    """Layers that drop memory while another stream still reads it.
 
-    ``pattern`` "a": allocated on the main stream, read on the side, dropped before the join, reused by the main stream.
-    "b": allocated on the side, read on main, dropped, reused by the side stream, which didn't wait. "safe": the same
-    work as "a", the reference kept to the join. Sleeps on the reader's stream make the reuse visible.
+    Args:
+        pattern: "a": the main stream allocates, the side stream reads, the reference is dropped before the join, and
+            the main stream allocates again.
+            "b": the side stream allocates, the main stream reads, the reference is dropped, and the side stream
+            allocates again without waiting.
+            "safe": like "a", but the reference is kept until the join.
+        sleep: cycles by which the reading stream is delayed, so that reuse becomes visible.
     """
 
     def __init__(self, pattern, layers=24, rows=128, sleep=300_000):
@@ -97,7 +107,7 @@ class Overlap:
         self.outs = [torch.zeros_like(self.expected) for _ in range(layers)]
         self.side = torch.cuda.Stream()
         self.reused = 0
-        with torch.cuda.stream(self.side):  # cuBLAS has its workspaces before the first capture
+        with torch.cuda.stream(self.side):  # makes cuBLAS allocate its workspace before the first capture
             self.x @ self.w
         torch.cuda.synchronize()
 
@@ -120,7 +130,7 @@ class Overlap:
             out.copy_(q)
         dropped, kept = q.data_ptr(), q if keep else None
         del q
-        y = torch.zeros_like(out)  # the first allocation after the drop holds other values
+        y = torch.zeros_like(out)  # takes the dropped block and overwrites it
         self.reused += y.data_ptr() == dropped
         main.wait_stream(self.side)
         del kept
@@ -146,7 +156,7 @@ class Overlap:
         main.wait_stream(self.side)
 
     def wrong_layers(self, replay, times=1):
-        """Layers whose output was wrong in any of ``times`` replays."""
+        """The number of layers whose output was wrong in at least one of ``times`` replays."""
         wrong = torch.zeros(len(self.outs), dtype=torch.bool, device="cuda")
         for _ in range(times):
             for out in self.outs:
