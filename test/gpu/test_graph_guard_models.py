@@ -82,6 +82,7 @@ class ModelsTest(unittest.TestCase):
                 print(run.name, {k: report[k] for k in ("operations", "streams", "races")}, flush=True)
                 self.assertGreaterEqual(len(report["captures"]), 3)
                 self.assertGreater(report["operations"], 100)
+                self.assertEqual(report["undeclared_aliases"], [])
                 if run.name != "llama":
                     self.assertGreaterEqual(report["streams"], 2)
                 if run.name == "deepseek_v3_unguarded":

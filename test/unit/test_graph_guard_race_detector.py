@@ -17,6 +17,7 @@ from sglang.srt.model_executor.graph_guard.race_detector import (
     written_parameters,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
+from support.op_schemas import RETURN_OPERANDS
 
 register_cpu_ci(est_time=8, suite="unit")
 
@@ -84,6 +85,60 @@ class RecorderTest(unittest.TestCase):
         self.assertEqual(race.second.name, "aten.mul_.Tensor")
         self.assertTrue(race.first_writes and race.second_writes)
         self.assertEqual(y.sum(), 16)
+
+    def implement(self, name, kernel):
+        """Give an op of sglang-kernel a CPU kernel. Hosts without CUDA do not have the op, so define it first."""
+        library = torch.library.Library("sgl_kernel", "FRAGMENT")
+        self.addCleanup(library._destroy)
+        if not hasattr(torch.ops.sgl_kernel, name):
+            library.define(name + RETURN_OPERANDS[f"sgl_kernel::{name}"])
+        library.impl(name, kernel, "CPU")
+        return getattr(torch.ops.sgl_kernel, name)
+
+    def test_an_op_that_only_makes_an_alias_touches_no_memory(self):
+        """Breakable graphs call it on tensors that a side stream is still writing."""
+        weak_ref_tensor = self.implement("weak_ref_tensor", lambda x: x.view(x.shape))
+        x = torch.ones(4)
+        with self.recorder:
+            x.add_(1)
+            self.recorder.on = 2
+            weak_ref_tensor(x)
+        self.assertEqual((self.report.races, self.report.undeclared_aliases), ([], set()))
+
+    def test_a_known_op_reads_the_operand_that_it_returns(self):
+        """FlashMLA returns the scheduler metadata that it was given."""
+
+        def kernel(q, kcache, head_size_v, seqlens_k, block_table, scale, causal, metadata, splits):
+            return q.clone(), q.clone(), metadata, splits
+
+        dense_decode_fwd = self.implement("dense_decode_fwd", kernel)
+        q, metadata, splits = torch.ones(4), torch.ones(4), torch.ones(4)
+        with self.recorder:
+            metadata.clone()
+            self.recorder.on = 2
+            dense_decode_fwd(q, q, 1, q, q, 1.0, True, metadata, splits)
+            self.assertEqual(self.report.races, [])  # two reads
+            self.recorder.on = 3
+            metadata.add_(1)
+        self.assertIn("sgl_kernel.dense_decode_fwd.default", {r.first.name for r in self.report.races})
+        self.assertEqual(self.report.undeclared_aliases, set())
+
+    def test_the_lists_cover_all_ops_that_return_operands(self):
+        self.assertEqual(race_detector.ALIAS_ONLY | race_detector.RETURNS_OPERANDS, set(RETURN_OPERANDS))
+
+    def test_an_unknown_op_that_returns_an_operand_is_named(self):
+        library = torch.library.Library("graph_guard_alias", "DEF")
+        self.addCleanup(library._destroy)
+        library.define("same(Tensor x) -> Tensor")
+        library.impl("same", lambda x: x, "CPU")
+        x = torch.ones(4)
+        with self.recorder:
+            x.clone()
+            self.recorder.on = 2
+            torch.ops.graph_guard_alias.same(x)
+        self.assertEqual(self.report.undeclared_aliases, {"graph_guard_alias::same"})
+        self.assertEqual(len(self.report.races), 1)  # it may have written x
+        self.assertIn("graph_guard_alias::same", str(self.report))
 
     def test_an_event_orders(self):
         out = torch.zeros(8)

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,6 +51,10 @@ _NO_LAUNCH = frozenset(
     for name in "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh record_stream "
     "set_ resize_ _unsafe_view is_pinned _has_same_storage_numel sym_size sym_stride sym_numel".split()
 )
+# Ops whose schema declares a new tensor although they return an operand. test_graph_guard_ops.py compares these lists
+# with the ops of sglang-kernel 0.4.10.
+ALIAS_ONLY = frozenset({"sgl_kernel::weak_ref_tensor"})  # no kernel, no access
+RETURNS_OPERANDS = frozenset({"sgl_kernel::dense_decode_fwd", "sgl_kernel::sparse_decode_fwd"})
 
 
 class RaceReport:
@@ -58,6 +63,7 @@ class RaceReport:
     def __init__(self) -> None:
         self.engine = HappensBefore()
         self.captures: list[str] = []
+        self.undeclared_aliases: set[str] = set()  # ops that return an operand, against their schema
 
     @property
     def races(self) -> list[Race]:
@@ -79,6 +85,7 @@ class RaceReport:
             "operations": self.engine.operations,
             "streams": len(self.engine.streams),
             "races": len(self.races),
+            "undeclared_aliases": sorted(self.undeclared_aliases),
             "distinct": [
                 {
                     "kind": race.kind,
@@ -142,6 +149,11 @@ def render(report: dict) -> str:
             )
             lines.extend(f"    {tensor}" for tensor in op["tensors"])
             lines.extend(f"      {frame}" for frame in op["stack"])
+    if undeclared := report.get("undeclared_aliases"):
+        lines.append(
+            f"\nThese ops return an operand although their schema declares a new tensor: {', '.join(undeclared)}. The "
+            "detector takes that for a write, so a race that names one of them may be false."
+        )
     return "\n".join(lines)
 
 
@@ -160,22 +172,31 @@ def region_of(tensor: torch.Tensor) -> Region:
     return Region(tensor.data_ptr(), extent)
 
 
-@functools.cache
-def _writes_of(func: OpOverload) -> tuple[frozenset[int | str], bool, bool]:
-    """What ``func`` does to memory, from its schema.
+@dataclass(frozen=True)
+class _Effects:
+    """What an op does to memory, from its schema.
 
-    Returns:
-        (positions and names of the arguments that it writes, whether it launches a kernel, whether it returns new
-        tensors).
+    Args:
+        written: positions and names of the arguments that it writes.
+        launches: whether it launches a kernel.
+        new_results: positions of the results that the schema declares as new tensors.
     """
+
+    written: frozenset[int | str]
+    launches: bool
+    new_results: tuple[int, ...]
+
+
+@functools.cache
+def _effects_of(func: OpOverload) -> _Effects:
     schema = func._schema
     written: set[int | str] = set()
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written |= {i, argument.name}
-    launches = not (func.is_view or schema.name in _NO_LAUNCH)
-    fresh = any(r.alias_info is None for r in schema.returns)
-    return frozenset(written), launches, fresh
+    launches = not (func.is_view or schema.name in _NO_LAUNCH or schema.name in ALIAS_ONLY)
+    new_results = tuple(i for i, result in enumerate(schema.returns) if result.alias_info is None)
+    return _Effects(frozenset(written), launches, () if schema.name in ALIAS_ONLY else new_results)
 
 
 @functools.cache
@@ -344,19 +365,40 @@ class Recorder(GuardMode):
 
     def handle(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         out = self.call(func, args, kwargs)
-        written, launches, fresh = _writes_of(func)
-        results = [t for t in tree_iter(out) if self._is_operand(t)] if fresh else []
+        effects = _effects_of(func)
+        results = self._new_results(func, effects, out, args, kwargs)
         for tensor in results:
             self.engine.resize(_base(tensor), tensor.untyped_storage().nbytes())
-        if launches:
+        if effects.launches:
             reads: list[torch.Tensor] = []
             writes = list(results)
             operands = () if func._schema.name in _NO_READS else (*enumerate(args), *kwargs.items())
             for key, value in operands:
-                tensors = [t for t in tree_iter(value) if self._is_operand(t)]
-                (writes if key in written else reads).extend(tensors)
+                (writes if key in effects.written else reads).extend(self._operands(value))
             self.launch(str(func), reads, writes)
         return out
+
+    def _new_results(
+        self, func: OpOverload, effects: _Effects, out: Any, args: tuple, kwargs: dict
+    ) -> list[torch.Tensor]:
+        """The results that are new tensors. Results that alias an operand against the schema are reported."""
+        if not effects.new_results:
+            return []
+        returned = out if len(func._schema.returns) > 1 else (out,)
+        results = self._operands([returned[i] for i in effects.new_results])
+        if not results or not effects.launches:
+            return results
+        bases = {_base(t) for t in self._operands((args, kwargs))} - {0}  # 0: an empty tensor
+        aliases = [t for t in results if _base(t) in bases]
+        if not aliases:
+            return results
+        if func._schema.name in RETURNS_OPERANDS:
+            return [t for t in results if _base(t) not in bases]
+        self.report.undeclared_aliases.add(func._schema.name)
+        return results
+
+    def _operands(self, tree: Any) -> list[torch.Tensor]:
+        return [value for value in tree_iter(tree) if self._is_operand(value)]
 
     def _is_operand(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and self.owns(value)
