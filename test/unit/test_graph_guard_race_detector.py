@@ -95,6 +95,23 @@ class RecorderTest(unittest.TestCase):
         library.impl(name, kernel, "CPU")
         return getattr(torch.ops.sgl_kernel, name)
 
+    def test_an_op_that_marks_no_write_and_returns_nothing_writes_its_fresh_operands(self):
+        library = torch.library.Library("graph_guard_unmarked", "DEF")
+        self.addCleanup(library._destroy)
+        library.define(
+            "sum_reduce(Tensor input, Tensor output) -> ()"
+        )  # the form of sgl_kernel::moe_sum_reduce
+        library.impl("sum_reduce", lambda source, output: None, "CPU")
+        source, output = torch.ones(4), torch.zeros(4)
+        self.recorder.on_alloc(output.data_ptr())
+        with self.recorder:
+            torch.ops.graph_guard_unmarked.sum_reduce(source, output)
+            self.recorder.on = 2
+            source.clone()
+            self.assertEqual(self.report.races, [])
+            output.clone()
+        self.assertEqual(len(self.report.races), 1)
+
     def test_an_op_that_only_makes_an_alias_touches_no_memory(self):
         """Breakable graphs call it on tensors that a side stream is still writing."""
         weak_ref_tensor = self.implement("weak_ref_tensor", lambda x: x.view(x.shape))

@@ -180,11 +180,14 @@ class _Effects:
         written: positions and names of the arguments that it writes.
         launches: whether it launches a kernel.
         new_results: positions of the results that the schema declares as new tensors.
+        unmarked: whether it must write an argument, because it returns nothing, but the schema marks none. Many ops of
+            sglang-kernel do (moe_sum_reduce, shuffle_rows, transfer_kv_*).
     """
 
     written: frozenset[int | str]
     launches: bool
     new_results: tuple[int, ...]
+    unmarked: bool
 
 
 @functools.cache
@@ -196,7 +199,8 @@ def _effects_of(func: OpOverload) -> _Effects:
             written |= {i, argument.name}
     launches = not (func.is_view or schema.name in _NO_LAUNCH or schema.name in ALIAS_ONLY)
     new_results = tuple(i for i, result in enumerate(schema.returns) if result.alias_info is None)
-    return _Effects(frozenset(written), launches, () if schema.name in ALIAS_ONLY else new_results)
+    unmarked = launches and not schema.returns and not written
+    return _Effects(frozenset(written), launches, () if schema.name in ALIAS_ONLY else new_results, unmarked)
 
 
 @functools.cache
@@ -369,7 +373,9 @@ class Recorder(GuardMode):
         results = self._new_results(func, effects, out, args, kwargs)
         for tensor in results:
             self.engine.resize(_base(tensor), tensor.untyped_storage().nbytes())
-        if effects.launches:
+        if effects.unmarked:
+            self.launch_opaque(str(func), self._operands((args, kwargs)))
+        elif effects.launches:
             reads: list[torch.Tensor] = []
             writes = list(results)
             operands = () if func._schema.name in _NO_READS else (*enumerate(args), *kwargs.items())
@@ -421,7 +427,7 @@ class Recorder(GuardMode):
     def launch_opaque(
         self, name: str, operands: list[torch.Tensor], written: frozenset[int] | None = None
     ) -> None:
-        """Record an operation of a binding without schemas.
+        """Record an operation without a schema that tells what it writes.
 
         Args:
             written: positions of the operands that it writes. None if unknown: an operand then counts as written if
