@@ -156,6 +156,7 @@ class TestInstallation(Scratch):
         self.assertEqual(self.only(installation.left_out()).status, FAIL)
 
     def test_a_module_that_cannot_be_imported_is_named(self):
+        self.image(version="1")
         self.patch(layout, "profile", lambda: "cpu")
         self.patch(installation, "MODULES", {"cpu": ("json", "csv")})
         self.assertEqual(self.only(installation.imports()).status, OK)
@@ -164,7 +165,18 @@ class TestInstallation(Scratch):
         self.assertEqual(row.status, FAIL)
         self.assertIn("1 of 2 fail: no_such_module_here: ModuleNotFoundError", row.detail)
 
+    def test_outside_an_image_an_optional_library_may_be_absent(self):
+        self.patch(layout, "profile", lambda: "cpu")
+        self.patch(installation, "MODULES", {"cpu": ("json", "no_such_library.part")})
+        self.patch(layout, "build_info", dict)
+        row = self.only(installation.imports())
+        self.assertEqual((row.status, row.data["absent"]), (OK, ["no_such_library.part"]))
+        self.assertIn("not installed: no_such_library.part", row.detail)
+        self.patch(installation, "REQUIRED", ("no_such_library",))
+        self.assertEqual(self.only(installation.imports()).status, FAIL)
+
     def test_an_import_that_kills_the_process_is_named(self):
+        self.image(version="1")
         (self.folder / "dies_on_import.py").write_text("import os; os._exit(3)")
         self.patch(layout, "profile", lambda: "cpu")
         self.patch(installation, "MODULES", {"cpu": ("json", "dies_on_import")})
@@ -181,6 +193,7 @@ class TestToolchain(Scratch):
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
         self.patch(layout, "profile", lambda: "cuda")
+        self.patch(layout, "build_info", lambda: {"architectures": "9.0;12.0f"})
         self.patch(layout, "cuda_home", lambda: self.folder)
         self.patch(toolchain.shutil, "which", lambda name: f"/bin/{name}")
 
@@ -191,7 +204,6 @@ class TestToolchain(Scratch):
         self.assertIn("no sm_120f here", row.detail)
 
     def test_the_compiler_is_run_for_each_architecture(self):
-        self.patch(layout, "build_info", lambda: {"architectures": "9.0;12.0f"})
         self.nvcc(f'echo "$@" >> {self.folder}/calls; echo "release 13.0, V13.0.88"')
         row = self.only(toolchain.compiler())
         self.assertEqual(
@@ -201,6 +213,12 @@ class TestToolchain(Scratch):
         calls = (self.folder / "calls").read_text()
         for part in ("arch=compute_120f,code=sm_120f", "arch=compute_90,code=sm_90", "-lcuda", "-lcudart"):
             self.assertIn(part, calls)
+
+    def test_without_an_architecture_nothing_is_compiled(self):
+        self.nvcc("exit 1")
+        self.patch(layout, "build_info", dict)
+        self.patch(layout, "site_packages", lambda: self.folder)
+        self.assertEqual(self.only(toolchain.compiler()).status, NONE)
 
     def test_no_host_compiler_fails(self):
         self.nvcc("exit 0")
@@ -225,18 +243,27 @@ class TestCubins(Scratch):
             with self.subTest(cubin=cubin, capability=capability):
                 self.assertEqual(cubins.serves(cubin, capability), expected)
 
-    def library(self, resources=RESOURCES, architectures=("90", "120f")):
+    def library(self, resources=RESOURCES, **build):
+        """An installation with our library; ``build`` is what the image records, nothing by default."""
         path = self.folder / "sgl_kernel" / "ddtree" / "_ddtree_cuda.so"
         path.parent.mkdir(parents=True)
         path.touch()
         self.patch(layout, "profile", lambda: "cuda")
         self.patch(layout, "site_packages", lambda: self.folder)
-        self.patch(cubins, "architectures", lambda: list(architectures))
+        self.patch(layout, "build_info", lambda: build)
         self.patch(cubins, "listing", lambda *a: ELF_LIST if a[0] == "--list-elf" else resources)
 
     def test_architectures_are_those_of_the_image(self):
         self.patch(layout, "build_info", lambda: {"architectures": "9.0;12.0f"})
         self.assertEqual(cubins.architectures(), ["90", "120f"])
+
+    def test_outside_an_image_the_architectures_are_those_of_our_library(self):
+        self.library()
+        self.assertEqual(cubins.architectures(), ["90", "120f"])
+        self.assertEqual([row.status for row in cubins.kernels()], [OK, OK])
+        layout.ddtree_library().unlink()
+        self.assertEqual(cubins.architectures(), [])
+        self.assertEqual(self.only(cubins.kernels()).status, FAIL)
 
     def test_architectures_of_each_library(self):
         self.library()
@@ -254,13 +281,13 @@ class TestCubins(Scratch):
             RESOURCES
             + "arch = sm_100a\n Function one:\n Function two:\narch = sm_103a\n Function one:\n Function two:\n"
         )
-        self.library(more, ("120f", "100a"))
+        self.library(more, architectures="12.0f;10.0a")
         blackwell, data_center = cubins.kernels()
         self.assertEqual((blackwell.status, blackwell.data["missing"]), (FAIL, ["two"]))
         self.assertEqual(data_center.status, OK)
 
     def test_an_architecture_without_kernels_is_a_failure(self):
-        self.library(architectures=("103a",))
+        self.library(architectures="10.3a")
         self.assertEqual(self.only(cubins.kernels()).status, FAIL)
 
 

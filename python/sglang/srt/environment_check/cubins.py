@@ -12,7 +12,6 @@ from pathlib import Path
 from sglang.srt.environment_check import layout
 from sglang.srt.environment_check.report import FAIL, NONE, OK, WARN, Row
 
-DEFAULT_ARCHITECTURES = "9.0;10.0a;10.3a;12.0f"
 # The libraries whose device code serves requests.
 LIBRARIES = (
     "sgl_kernel/ddtree/_ddtree_cuda.so",
@@ -26,9 +25,19 @@ LIST_SECONDS = 300
 
 
 def architectures() -> list[str]:
-    """The architectures of this build in nvcc's notation: ['90', '100a', '103a', '120f']."""
-    asked = layout.build_info().get("architectures") or DEFAULT_ARCHITECTURES
-    return [entry.replace(".", "") for entry in asked.split(";")]
+    """The architectures that this installation was built for, in nvcc's notation: ['90', '100a', '103a', '120f'].
+
+    An image records what it was built for. Elsewhere these are the architectures of our library: whoever built it chose
+    them, and an architecture that nobody asked for is not missing.
+    """
+    asked = layout.build_info().get("architectures")
+    if asked:
+        return [entry.replace(".", "") for entry in asked.split(";")]
+    library = layout.ddtree_library()
+    if not library.exists():
+        return []
+    names = [name.removeprefix("sm_") for name in cubins_of(library)]
+    return sorted(names, key=lambda name: int(name.rstrip("af")))
 
 
 def cuobjdump() -> Path | None:

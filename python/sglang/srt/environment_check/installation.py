@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -72,6 +73,8 @@ MODULES = {
         "sglang.kernels.ops.attention.flash_attention_v4_sm120",
     ),
 }
+# Outside an image any other library may be left out on purpose. Upstream imports those when they are used.
+REQUIRED = ("torch", "triton", "sgl_kernel", "sglang")
 WITH_A_CARD = ("deep_ep",)  # importing these needs a device
 IMPORT_SECONDS = 600  # the first import on a slow disk compiles thousands of Python files
 FREE_WARNING = 2 << 30  # bytes, more than the JIT caches of a large model take
@@ -184,7 +187,9 @@ def imports() -> list[Row]:
     """Imports the modules that serve, in a separate process. Without a driver it provides a stub of libcuda."""
     import torch
 
-    names = (*MODULES[layout.profile()], *(WITH_A_CARD if torch.cuda.is_available() else ()))
+    wanted = (*MODULES[layout.profile()], *(WITH_A_CARD if torch.cuda.is_available() else ()))
+    absent = [] if layout.build_info() else [name for name in wanted if _left_out(name)]
+    names = [name for name in wanted if name not in absent]
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         stub = driver_stub() if layout.profile() == "cuda" else None
@@ -217,4 +222,14 @@ def imports() -> list[Row]:
             )
         ]
     note = f", with a stub of the driver and without {', '.join(WITH_A_CARD)}" if stub else ""
-    return [Row("imports", OK, f"{len(names)} modules that serve{note}", {"modules": list(names)})]
+    if absent:
+        note += f"; not installed: {', '.join(absent)}"
+    return [
+        Row("imports", OK, f"{len(names)} modules that serve{note}", {"modules": names, "absent": absent})
+    ]
+
+
+def _left_out(module: str) -> bool:
+    """Whether the library of ``module`` is optional and not installed."""
+    library = module.partition(".")[0]
+    return library not in REQUIRED and importlib.util.find_spec(library) is None

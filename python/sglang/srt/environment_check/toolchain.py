@@ -72,6 +72,8 @@ def compiler() -> list[Row]:
             Row("compiler", FAIL, f"{', '.join(missing)}: expected on PATH for JIT compilers, found none")
         ]
     names = architectures()
+    if not names:
+        return [Row("compiler", NONE, "no architecture to compile for: our kernels are not built for any")]
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "probe.cu"), Path(folder, "probe.so")
         source.write_text(PROGRAM)
