@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 from sglang.srt.environment_check import __main__ as main
-from sglang.srt.environment_check import cubins, device, installation, layout, toolchain
+from sglang.srt.environment_check import cubins, device, installation, layout, toolchain, variables
 from sglang.srt.environment_check.report import FAIL, NONE, OK, WARN, Row
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -184,6 +184,47 @@ class TestInstallation(Scratch):
             row = self.only(installation.imports())
         self.assertEqual(row.status, FAIL)
         self.assertIn("dies_on_import: the process died", row.detail)
+
+
+class TestVariables(Scratch):
+    def rows(self, **values):
+        with mock.patch.dict(os.environ, values, clear=True):
+            return variables.variables()
+
+    def test_each_odd_value_is_a_warning_that_names_its_variable(self):
+        missing = str(self.folder / "missing.xml")
+        for name, value, text in (
+            ("NCCL_GRAPH_FILE", "", "expected a file, got an empty value"),
+            ("NCCL_TOPO_FILE", missing, "missing.xml, which does not exist"),
+            ("NCCL_P2P_LEVEL", "nvl", "got 'nvl'"),
+            ("NCCL_P2P_LEVEL", "", "expected one of LOC, NVL"),
+            ("NCCL_P2P_DISABLE", "yes", "expected a number, got 'yes'"),
+            ("NCCL_DEBUG", "verbose", "got 'VERBOSE'"),
+            ("CUDA_VISIBLE_DEVICES", "", "hides every card"),
+            ("CUDA_LAUNCH_BLOCKING", "1", "slow"),
+            ("CUDA_HOME", str(self.folder), "without bin/nvcc"),
+        ):
+            with self.subTest(name=name, value=value):
+                row = self.only(self.rows(**{name: value}))
+                self.assertEqual((row.check, row.status), (f"variable {name}", WARN))
+                self.assertIn(text, row.detail)
+
+    def test_usual_values_are_listed(self):
+        graph = self.folder / "graph.xml"
+        graph.touch()
+        values = {
+            "NCCL_GRAPH_FILE": str(graph),
+            "NCCL_P2P_LEVEL": "NVL",
+            "NCCL_P2P_DISABLE": "1",
+            "NCCL_DEBUG": "warn",
+            "CUDA_VISIBLE_DEVICES": "0,1",
+        }
+        row = self.only(self.rows(**values, HF_TOKEN="secret"))
+        self.assertEqual((row.status, row.data), (OK, values))
+        self.assertNotIn("secret", str(row))
+
+    def test_several_odd_values(self):
+        self.assertEqual(len(self.rows(NCCL_GRAPH_FILE="", NCCL_IB_DISABLE="no", NCCL_DEBUG="INFO")), 2)
 
 
 class TestToolchain(Scratch):

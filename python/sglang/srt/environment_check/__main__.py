@@ -7,11 +7,12 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-from sglang.srt.environment_check import cubins, device, installation, toolchain
+from sglang.srt.environment_check import cubins, device, installation, toolchain, variables
 from sglang.srt.environment_check.report import FAIL, Row, failed, show
 
 CHECKS: list[Callable[[], list[Row]]] = [
     installation.versions,
+    variables.variables,
     installation.caches,
     installation.sboms,
     installation.left_out,
