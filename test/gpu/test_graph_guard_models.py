@@ -32,7 +32,7 @@ SECONDS = int(os.environ.get("GRAPH_GUARD_MODEL_SECONDS", "240"))
 
 
 class Run:
-    """One model in a process of its own, with the race detector on."""
+    """One model in its own process, with the race detector on."""
 
     def __init__(self, name, folder, guard=True):
         self.name = name + ("" if guard else "_unguarded")

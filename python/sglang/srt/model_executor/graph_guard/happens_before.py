@@ -195,7 +195,7 @@ class HappensBefore:
     def capture_begin(self, stream: Hashable) -> None:
         """A capture opens on ``stream``. Another stream joins it by waiting for one of its events.
 
-        The captured work of a side stream is a thread of its own. It is ordered by the launch of the graph on
+        The captured work of a side stream is a separate thread. It is ordered by the launch of the graph on
         ``stream``, not after the earlier work of the same side stream.
         """
         before = dict(self._clock((stream, None)))
