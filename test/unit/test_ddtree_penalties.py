@@ -1,4 +1,4 @@
-"""Penalties at each row of a tree, against a loop over tokens that follows upstream's definition."""
+"""Penalties at every node of a tree, compared with a loop over tokens that follows upstream's definition."""
 
 import unittest
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def request(prompt=5, output=(), **options):
 
 
 def stop_mask(requests):
-    """What upstream's penalizers accumulate when they have seen no token."""
+    """What upstream's penalizers accumulate if they count no token."""
     mask = torch.zeros(len(requests), VOCABULARY)
     for row, req in zip(mask, requests):
         if req.sampling_params.min_new_tokens:
@@ -43,7 +43,7 @@ def stop_mask(requests):
 
 
 def penalized(logits, req, output):
-    """One row of logits after the output tokens `output`, one token at a time."""
+    """The logits of one node after the output tokens `output`, computed token by token."""
     params, result = req.sampling_params, logits.clone()
     for token in range(VOCABULARY):
         times = list(output).count(token)
@@ -57,7 +57,7 @@ def penalized(logits, req, output):
     return result
 
 
-class TestRowsOfATree(CustomTestCase):
+class TestNodesOfATree(CustomTestCase):
     def setUp(self):
         self.generator = torch.Generator().manual_seed(7)
         self.requests = [request(prompt=3 + i, **options) for i, options in enumerate(OPTIONS)]
@@ -67,15 +67,20 @@ class TestRowsOfATree(CustomTestCase):
     def tokens(self, *shape):
         return torch.randint(VOCABULARY, shape, generator=self.generator)
 
-    def trees(self, bonus, rows, depth=5, candidates=4):
-        """Trees with tokens that come again on a path."""
-        b = len(bonus)
-        order = torch.rand(b, depth, VOCABULARY, generator=self.generator).argsort(-1)[..., :candidates]
-        scores = torch.rand(b, depth, candidates, generator=self.generator).sort(-1, descending=True).values
-        return build_trees(order.contiguous(), scores.log(), bonus, DraftTrees.allocate(b, rows, "cpu"))
+    def trees(self, bonus, num_nodes, max_depth=5, num_candidates=4):
+        """Trees whose paths repeat tokens."""
+        bs = len(bonus)
+        order = torch.rand(bs, max_depth, VOCABULARY, generator=self.generator).argsort(-1)
+        scores = torch.rand(bs, max_depth, num_candidates, generator=self.generator)
+        return build_trees(
+            order[..., :num_candidates].contiguous(),
+            scores.sort(-1, descending=True).values.log(),
+            bonus,
+            DraftTrees.allocate(bs, num_nodes, "cpu"),
+        )
 
     def begin(self, requests, pool_rows, decoding=None, late=0):
-        """The prefill of requests; what the sampler is handed. The host is `late` tokens behind where decoding."""
+        """Prefills requests; returns what the sampler gets. The host is `late` tokens behind for decoding ones."""
         lens = [
             len(req.origin_input_ids) + len(req.output_ids) + late * any(req is r for r in decoding or ())
             for req in requests
@@ -90,10 +95,10 @@ class TestRowsOfATree(CustomTestCase):
         )
         return self.penalties.begin(batch), info
 
-    def check_rows(self, outputs, rows):
-        """One verify step after `outputs`, whose last tokens are the roots."""
-        trees = self.trees(torch.tensor([output[-1] for output in outputs]), rows)
-        logits = torch.randn(len(outputs) * rows, VOCABULARY, generator=self.generator)
+    def check_nodes(self, outputs, num_nodes):
+        """Checks a verify step after `outputs`, whose last tokens are the roots."""
+        trees = self.trees(torch.tensor([output[-1] for output in outputs]), num_nodes)
+        logits = torch.randn(len(outputs) * num_nodes, VOCABULARY, generator=self.generator)
         prefix = torch.tensor([len(r.origin_input_ids) + len(o) - 1 for r, o in zip(self.requests, outputs)])
         positions = (prefix[:, None] + trees.depths).flatten()
         found = logits.clone()
@@ -101,31 +106,31 @@ class TestRowsOfATree(CustomTestCase):
         info = SimpleNamespace(acc_additive_penalties=stop_mask(self.requests))
         self.penalties.apply(found, options, info, self.pool_rows, trees, positions)
         for i, (req, output) in enumerate(zip(self.requests, outputs)):
-            for row in range(int(trees.sizes[i])):
-                path, node = [], row
-                while node > 0:
-                    path.insert(0, int(trees.tokens[i, node]))
-                    node = int(trees.parents[i, node])
-                at = i * rows + row
+            for node in range(int(trees.sizes[i])):
+                path, ancestor = [], node
+                while ancestor > 0:
+                    path.insert(0, int(trees.tokens[i, ancestor]))
+                    ancestor = int(trees.parents[i, ancestor])
+                at = i * num_nodes + node
                 torch.testing.assert_close(found[at], penalized(logits[at], req, output + path))
 
     def test_several_steps(self):
-        """The first token of a prefill, then steps of which each emits another number of tokens."""
+        """The first token of a prefill, then steps in which the requests emit different numbers of tokens."""
         self.begin(self.requests, self.pool_rows)
         outputs = [[int(token)] for token in self.tokens(len(self.requests))]
         self.penalties.count(self.pool_rows, torch.tensor(outputs))
-        for rows in (24, 70, 2):
-            self.check_rows(outputs, rows)
+        for num_nodes in (24, 70, 2):
+            self.check_nodes(outputs, num_nodes)
             emitted = self.tokens(len(outputs), 5)
             lengths = torch.tensor([1, 5, 2, 3, 4, 5], dtype=torch.int32)
             self.penalties.count(self.pool_rows, emitted, lengths)
             outputs = [o + e[:n].tolist() for o, e, n in zip(outputs, emitted, lengths)]
-        self.check_rows(outputs, 24)
+        self.check_nodes(outputs, 24)
 
     def test_some_requests_at_a_time(self):
-        """As where the logits of all would take too much memory: four and the other two, or one by one."""
-        for at_once in (4 * 24 * VOCABULARY, 1):
-            with self.subTest(at_once), patch.object(penalties, "LOGITS_AT_ONCE", at_once):
+        """As if the logits of all took too much memory: first four requests and then two, or one by one."""
+        for chunk in (4 * 24 * VOCABULARY, 1):
+            with self.subTest(chunk), patch.object(penalties, "LOGITS_PER_CHUNK", chunk):
                 self.test_several_steps()
 
     def test_all_requests_ask(self):
@@ -136,7 +141,7 @@ class TestRowsOfATree(CustomTestCase):
     def test_a_request_that_asks_for_nothing_costs_nothing(self):
         seen = []
 
-        def watched(each, options, stops, pool_rows, *rest):
+        def watched(by_node, options, stops, pool_rows, *rest):
             seen.extend(pool_rows.tolist())
 
         self.begin(self.requests, self.pool_rows)
@@ -149,7 +154,7 @@ class TestRowsOfATree(CustomTestCase):
         self.assertEqual(seen, [row for row, asked in zip(self.pool_rows.tolist(), OPTIONS) if asked])
 
     def check_sampler(self, info, requests, outputs):
-        """What begin() handed the sampler, applied as upstream does: additive first."""
+        """Applies what begin() gave the sampler as upstream does, additive penalties first."""
         for i, (req, output) in enumerate(zip(requests, outputs)):
             logits = torch.randn(VOCABULARY, generator=self.generator)
             found = logits + info.acc_additive_penalties[i]
@@ -158,7 +163,7 @@ class TestRowsOfATree(CustomTestCase):
             torch.testing.assert_close(found, penalized(logits, req, output))
 
     def test_prefill_after_retraction(self):
-        """The output so far counts, what the pool row counted before does not."""
+        """The output so far counts. What the pool row counted before does not."""
         self.begin(self.requests, self.pool_rows)
         self.penalties.count(self.pool_rows, self.tokens(len(self.requests), 5))
         for length, req in zip((1, 3, 6, 2, 0, 8), self.requests):

@@ -1,4 +1,4 @@
-"""Where a request under DDTREE ends inside a step's tokens: upstream's own Req, with the seam's function alone."""
+"""Where a request ends among the tokens of one step: stop_at_first() on upstream's own Req."""
 
 import unittest
 from array import array
@@ -15,7 +15,7 @@ register_cpu_ci(est_time=12, suite="unit")
 
 
 class Letters:
-    """A tokenizer of one token a letter: 0 is a."""
+    """A tokenizer with one token per letter: 0 is a."""
 
     eos_token_id = 25  # z
     additional_stop_token_ids = None
@@ -29,7 +29,7 @@ class Letters:
 
 class TestStopAtFirst(CustomTestCase):
     def end(self, before, step, algorithm="DDTREE", max_new_tokens=99, **options):
-        """(whether it ended, output through the stop, finish reason) of a request that has answered `before` and now `step`."""
+        """Emits `step` after `before`; returns whether the request ended, its output and the reason."""
         params = SamplingParams(max_new_tokens=max_new_tokens, **options)
         params.normalize(Letters())
         req = Req("r", "", array("q", [1]), params)
@@ -42,10 +42,10 @@ class TestStopAtFirst(CustomTestCase):
         reason = req.finished_reason.to_json() if ended else {}
         return ended, req.tokenizer.decode(req.output_ids_through_stop), reason
 
-    def test_the_first_ends_it(self):
+    def test_the_first_stop_ends_it(self):
         for options, output, matched in (
             (dict(stop=["ef", "cd"]), "abcd", "cd"),
-            (dict(stop=["ef", "bc"]), "abc", "bc"),  # one that began in the step before
+            (dict(stop=["ef", "bc"]), "abc", "bc"),  # it began in the previous step
             (dict(stop=["gh"], stop_regex=["d.f"]), "abcdef", "d.f"),
             (dict(stop=["fgz"], stop_token_ids=[3]), "abcd", 3),
             (dict(stop=["zz"]), "abcdefgz", 25),
@@ -54,7 +54,7 @@ class TestStopAtFirst(CustomTestCase):
                 ended, text, reason = self.end("ab", "cdefgzh", **options)
                 self.assertEqual((ended, text, reason["matched"]), (True, output, matched))
 
-    def test_none_of_them(self):
+    def test_no_stop(self):
         self.assertEqual(self.end("ab", "cdef", stop=["ba", "q"]), (False, "abcdef", {}))
 
     def test_the_length_comes_first(self):
@@ -65,7 +65,7 @@ class TestStopAtFirst(CustomTestCase):
         for algorithm in (None, "DFLASH", "EAGLE"):
             self.assertEqual(self.end("ab", "cdef", algorithm, stop=["cd"]), (False, "abcdef", {}))
 
-    def test_upstream_s_order_is_right_without_strings(self):
+    def test_without_strings_it_leaves_the_search_to_upstream(self):
         self.assertEqual(self.end("ab", "cdzf", stop_token_ids=[3]), (False, "abcdzf", {}))
 
     def test_one_token_reads_no_configuration(self):

@@ -1,174 +1,112 @@
-"""Attention of DDTREE's verify pass, laid over the attention backend that the server runs anyway.
+"""The attention of DDTREE's verify pass, as a wrapper around the server's own attention backend.
 
-`with_tree_verify` gives a backend object a front of a subclass of its own class, over the same state: TARGET_VERIFY runs
-the tree ops of sgl_kernel.ddtree; prefill and decode, graph buffers and every check by type are untouched. Where prefill
-runs on a backend of its own, the front is the decoding half of upstream's HybridAttnBackend, which verify is sent to.
+`with_tree_verify` wraps a backend. The wrapper runs TARGET_VERIFY with the tree ops of sgl_kernel.ddtree.
+Prefill, decode, graph buffers and upstream's checks by type are unchanged. If prefill runs on another
+backend, the wrapper is the decoding half of upstream's HybridAttnBackend, which gets the verify.
 
     native     the tree ops
-    triton     the base backend, with its full mask written from the ancestor words
-    validate   both; the base backend's result is served, and the largest difference of each (layer, request) is
-               accumulated on the device, also inside a captured graph, for the host to read after replays
+    triton     the base backend, with a full mask written from the ancestor words
+    validate   both. The base backend's result is served. The largest difference of each layer and request is
+               accumulated on the device, also inside a captured graph, and the host reads it after replays
 """
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
-from sgl_kernel.ddtree import verify_gqa, verify_mla, verify_workspace
+from sgl_kernel.ddtree import ancestor_mask, ancestor_words, verify_gqa, verify_mla, verify_workspace
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.speculative.ddtree.coverage import (
+    MLA_SHAPE,
+    applies_scales,
+    layer_shape,
+    not_covered,
+    not_prefilled_by_torch,
+    verify_layers,
+)
+
+if TYPE_CHECKING:
+    from sgl_kernel.ddtree import VerifyWorkspace
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-GQA_HEAD_SIZES = (64, 96, 128, 192, 256)  # of verify_gqa
-MLA_SHAPE = (1, 576, 512)  # of verify_mla: KV heads, d_qk, d_v
+WORD_BITS = 64  # of an ancestor word
 
 
-def words_of(rows: int) -> int:
-    """int64 words that hold one ancestor bit a row: bit j of word j // 64 is row j."""
-    return (rows + 63) // 64
-
-
-def layer_shape(layer) -> tuple[int, int, int, int]:
-    """(query heads, KV heads, d_qk, d_v) of a RadixAttention layer on this rank."""
-    return layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
-
-
-def covers(shape: tuple[int, int, int, int]) -> bool:
-    """Whether the tree ops have a kernel for a layer_shape()."""
-    _, _, d_qk, d_v = shape
-    return shape[1:] == MLA_SHAPE or (d_qk == d_v and d_qk in GQA_HEAD_SIZES)
-
-
-def not_covered(runner) -> list[str]:
-    """What of a runner's target the tree ops cannot do; empty: they do it all."""
-    layers = verify_layers(runner.model)
-    reasons = [
-        f"attention of (heads, KV heads, d_qk, d_v) {shape}"
-        for shape in sorted({layer_shape(layer) for layer in layers if not covers(layer_shape(layer))})
-    ]
-    if any(layer.xai_temperature_len > 0 for layer in layers):
-        reasons.append("attention temperature by position")
-    on_cuda = torch.device(runner.device).type == "cuda"
-    if on_cuda and runner.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"queries in {runner.dtype}")
-    if runner.kv_cache_dtype not in (runner.dtype, torch.float8_e4m3fn):
-        reasons.append(f"a KV cache in {runner.kv_cache_dtype}")
-    if any(is_scaled(layer) and not takes_scales(layer, runner.kv_cache_dtype) for layer in layers):
-        reasons.append(
-            f"scales of K and V other than 1 with this attention and a KV cache in {runner.kv_cache_dtype}"
-        )
-    return reasons
-
-
-def torch_lacks(runner) -> list[str]:
-    """What of a runner's target SGLang's torch backend (0.5.23) leaves out of a prefill without a word, MLA aside."""
-    layers = verify_layers(runner.model)
-    lacks = {
-        "MLA": runner.use_mla_backend,
-        "capped attention logits": any(layer.logit_cap for layer in layers),
-        "scales of K and V other than 1": any(
-            is_scaled(layer) and takes_scales(layer, runner.kv_cache_dtype) for layer in layers
-        ),
-    }
-    return [what for what, there in lacks.items() if there]
-
-
-def is_scaled(layer) -> bool:
-    """Whether a checkpoint's K and V are to be stored divided by scales other than 1.
-
-    FP8 checkpoints give each layer scales, 1 unless they hold others, whatever the KV cache's dtype is.
-    """
-    return any(scale not in (None, 1.0) for scale in (layer.k_scale_float, layer.v_scale_float))
-
-
-def takes_scales(layer, cache_dtype: torch.dtype) -> bool:
-    """Whether pool and op store and read a layer's KV by its scales: MHA in float8. Else they are left out."""
-    return cache_dtype == torch.float8_e4m3fn and layer_shape(layer)[1:] != MLA_SHAPE
-
-
-def verify_layers(model) -> list[RadixAttention]:
-    """The layers that a verify runs. An MLA layer has a second, unabsorbed one, for prefill only."""
-    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
-    absorbed = [layer for layer in layers if layer_shape(layer)[1:] == MLA_SHAPE]
-    return absorbed or layers
-
-
-def kv_shapes(model) -> list[tuple[int, int, int]]:
-    """(KV heads, d_qk, d_v) of a model's layers on this rank, each once."""
-    return sorted({layer_shape(layer)[1:] for layer in verify_layers(model)})
-
-
-def widest_window(model) -> int | None:
-    """The largest sliding window of a model's layers, in tokens that a row sees before itself; None: none has one."""
-    windows = [layer.sliding_window_size for layer in verify_layers(model)]
-    return max((window for window in windows if window not in (None, -1)), default=None)
-
-
-def chain_ancestors(rows: int, causal: bool, device) -> torch.Tensor:
-    """Ancestor words of a block that is no tree.
+def chain_ancestors(num_nodes: int, causal: bool, device: torch.device | str) -> torch.Tensor:
+    """Makes the ancestor words of a block that is no tree.
 
     Args:
-        rows: rows of the block.
-        causal: each row sees the rows up to itself; else all see all.
+        num_nodes: positions of the block.
+        causal: each position sees itself and those before it; else every position sees all.
         device: of the result.
 
     Returns:
-        [rows, words] int64.
+        [num_nodes, words] int64.
     """
-    seen = torch.ones(rows, words_of(rows) * 64, dtype=torch.bool)
-    seen[:, rows:] = False
+    seen = torch.ones(num_nodes, ancestor_words(num_nodes) * WORD_BITS, dtype=torch.bool)
+    seen[:, num_nodes:] = False
     if causal:
         seen = seen.tril()
-    place = torch.tensor([1 << j if j < 63 else -(1 << 63) for j in range(64)])
-    return (seen.view(rows, -1, 64) * place).sum(-1).to(device)
+    bit = torch.ones((), dtype=torch.int64) << torch.arange(WORD_BITS)
+    return (seen.view(num_nodes, -1, WORD_BITS) * bit).sum(-1).to(device)
 
 
-class TreeVerifyMixin:
-    """TARGET_VERIFY by the tree ops, in front of an attention backend class. See `with_tree_verify`."""
+class TreeVerifyMixin(AttentionBackend):
+    """Runs TARGET_VERIFY with the tree ops. The backend that it is mixed into does everything else."""
 
-    def _install(self, *, runner, mode: str, rows: int) -> None:
+    _verify_mask: Any  # the base backend's
+
+    def _init_tree(self, *, runner: ModelRunner, mode: str, num_nodes: int) -> None:
         self.tree_mode = mode
-        self.num_nodes = rows
-        self.tree_words = words_of(rows)
+        self.num_nodes = num_nodes
         self.tree_runner = runner
-        self.tree_ancestors = None  # [T, words] int64; static once init_cuda_graph_state has run
-        self.tree_static = None
-        self.tree_blocks = {}  # ancestor words of the drafter's block, by causality
-        self.tree_workspaces = {}
+        # [T, words] int64; static once init_cuda_graph_state has run
+        self.tree_ancestors: torch.Tensor | None = None
+        self.tree_static: dict[str, torch.Tensor] = {}
+        self.tree_blocks: dict[bool, torch.Tensor] = {}  # ancestor words of the draft block, by causality
+        self.tree_workspaces: dict[tuple[int, int, int, int], VerifyWorkspace] = {}
+        max_requests = runner.req_to_token_pool.req_to_token.shape[0]
         if mode != "triton":
             for shape in {layer_shape(layer) for layer in verify_layers(runner.model)}:
+                h_q, h_kv, d_qk, d_v = shape
                 self.tree_workspaces[shape] = verify_workspace(
-                    batch=runner.req_to_token_pool.req_to_token.shape[0],
-                    num_nodes=rows,
-                    h_q=shape[0],
-                    h_kv=shape[1],
-                    d_qk=shape[2],
-                    d_v=shape[3],
+                    max_bs=max_requests,
+                    num_nodes=num_nodes,
+                    h_q=h_q,
+                    h_kv=h_kv,
+                    d_qk=d_qk,
+                    d_v=d_v,
                     device=torch.device(runner.device),
                 )
-        self.tree_difference = (
-            torch.zeros(
-                runner.model_config.num_hidden_layers,
-                runner.req_to_token_pool.req_to_token.shape[0],
-                dtype=torch.float32,
-                device=runner.device,
+        self.tree_difference: torch.Tensor | None = None
+        if mode == "validate":
+            layers = runner.model_config.num_hidden_layers
+            self.tree_difference = torch.zeros(
+                layers, max_requests, dtype=torch.float32, device=runner.device
             )
-            if mode == "validate"
-            else None
-        )
+
+    def _prefix_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (kv_indptr, kv_indices) of the requests' prefixes."""
+        raise NotImplementedError
 
     # ---- metadata: outside the graph, before each replay ----
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int):
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
-        device = self.tree_runner.device
+        device, words = self.tree_runner.device, ancestor_words(self.num_nodes)
         self.tree_static = dict(
-            ancestors=torch.ones(max_num_tokens, self.tree_words, dtype=torch.int64, device=device),
+            ancestors=torch.ones(max_num_tokens, words, dtype=torch.int64, device=device),
             prefix_lens=torch.zeros(max_bs, dtype=torch.int32, device=device),
             qo_indptr=torch.arange(max_bs + 1, dtype=torch.int32, device=device) * self.num_nodes,
         )
@@ -176,45 +114,46 @@ class TreeVerifyMixin:
             self._verify_mask = msgspec.structs.replace(self._verify_mask, buffer=self._empty_mask(max_bs))
 
     def _empty_mask(self, bs: int) -> torch.Tensor:
-        """A full mask for any prefixes.
+        """Allocates a full mask that is large enough for any prefixes.
 
-        Under overlap scheduling a prefix can end past the context, by the last path of a request that the host does not
-        know to have finished; but prefix and tree lie in the request's row of slots.
+        Under overlap scheduling a prefix can end past the context, because the host does not know yet that
+        the request has ended. But prefix and tree always fit in the request's row of the slot table.
         """
-        row_slots = self.tree_runner.req_to_token_pool.req_to_token.shape[1]
-        return torch.ones(bs * self.num_nodes * row_slots, dtype=torch.uint8, device=self.tree_runner.device)
+        table_width = self.tree_runner.req_to_token_pool.req_to_token.shape[1]
+        return torch.ones(
+            bs * self.num_nodes * table_width, dtype=torch.uint8, device=self.tree_runner.device
+        )
 
-    def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False):
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         if not forward_batch.forward_mode.is_target_verify():
-            return super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+            super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+            return
         spec_info = forward_batch.spec_info
         masked = self.tree_mode != "native"
-        # An empty mask asks the base backend for its masked kernel, and writes nothing.
+        # An empty mask makes the base backend choose its masked kernel, and writes nothing.
         spec_info.custom_mask = self._verify_mask.buffer[:0] if masked else None
         super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         bs = forward_batch.req_pool_indices.shape[0]
-        ancestors = self.tree_static["ancestors"][: bs * self.num_nodes]
-        words = getattr(spec_info, "ancestors", None)
-        if words is not None:  # none at capture
-            ancestors[: words.shape[0]].copy_(words)
-        self.tree_ancestors = ancestors
+        self.tree_ancestors = self.tree_static["ancestors"][: bs * self.num_nodes]
+        ancestors = getattr(spec_info, "ancestors", None)
+        if ancestors is not None:  # there are none at capture
+            self.tree_ancestors[: ancestors.shape[0]].copy_(ancestors)
         self.tree_qo_indptr = self.tree_static["qo_indptr"][: bs + 1]
-        prefix_lens = self.tree_static["prefix_lens"][:bs]
-        prefix_lens.copy_(forward_batch.seq_lens[:bs])
-        self.tree_prefix_lens = prefix_lens
+        self.tree_prefix_lens = self.tree_static["prefix_lens"][:bs]
+        self.tree_prefix_lens.copy_(forward_batch.seq_lens[:bs])
         if masked:
             self._write_full_mask(self._verify_mask.buffer, bs)
 
-    def init_forward_metadata(self, forward_batch):
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if not forward_batch.forward_mode.is_target_verify():
-            return super().init_forward_metadata(forward_batch)
+            super().init_forward_metadata(forward_batch)
+            return
         spec_info = forward_batch.spec_info
-        bs = forward_batch.batch_size
+        bs, num_nodes = forward_batch.batch_size, spec_info.draft_token_num
         self.tree_ancestors = getattr(spec_info, "ancestors", None)
         self.tree_prefix_lens = forward_batch.seq_lens.to(torch.int32)
-        rows = spec_info.draft_token_num
         self.tree_qo_indptr = torch.arange(
-            0, (bs + 1) * rows, rows, dtype=torch.int32, device=self.tree_runner.device
+            0, (bs + 1) * num_nodes, num_nodes, dtype=torch.int32, device=self.tree_runner.device
         )
         if self.tree_mode != "native":
             spec_info.custom_mask = self._empty_mask(bs)
@@ -223,51 +162,75 @@ class TreeVerifyMixin:
             self._write_full_mask(spec_info.custom_mask, bs)
 
     def _write_full_mask(self, mask: torch.Tensor, bs: int) -> None:
-        """Writes the tree part of the base backend's mask, whose kernels do not read the prefix part.
+        """Writes the tree part of the base backend's mask. Its kernels do not read the prefix part.
 
         Args:
-            mask: flat; request r owns N * (prefix + N) cells, row by row.
+            mask: flat. Each request has N rows of prefix + N cells.
             bs: requests.
         """
-        rows, device = self.num_nodes, mask.device
+        num_nodes = self.num_nodes
         prefix = self.tree_prefix_lens.long()
-        width = prefix + rows
-        start = torch.cumsum(rows * width, 0) - rows * width
-        row = torch.arange(rows, device=device)
-        cell = (start + prefix)[:, None, None] + row[:, None] * width[:, None, None] + row
-        words = self.tree_ancestors.view(bs, rows, -1)[:, :, row // 64]
-        mask.scatter_(0, cell.flatten(), ((words >> (row % 64)) & 1).flatten().to(mask.dtype))
+        width = prefix + num_nodes
+        start = torch.cumsum(num_nodes * width, 0) - num_nodes * width
+        node = torch.arange(num_nodes, device=mask.device)
+        cell = (start + prefix)[:, None, None] + node[:, None] * width[:, None, None] + node
+        seen = ancestor_mask(self.tree_ancestors, num_nodes)
+        mask.scatter_(0, cell.flatten(), seen.flatten().to(mask.dtype))
 
     # ---- one layer ----
 
-    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
-        if not forward_batch.forward_mode.is_target_verify() or self.tree_mode == "triton":
-            return super().forward_extend(
-                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-            )
-        if self.tree_mode == "native":
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if forward_batch.forward_mode.is_target_verify() and self.tree_mode == "native":
             if save_kv_cache and k is not None:
                 self._write_kv(k, v, layer, forward_batch)
             return self._tree_attention(q, layer, forward_batch, **kwargs)
         base = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
-        native = self._tree_attention(q, layer, forward_batch, **kwargs)
-        self._accumulate_difference(native, base, layer, forward_batch)
+        if forward_batch.forward_mode.is_target_verify() and self.tree_mode == "validate":
+            native = self._tree_attention(q, layer, forward_batch, **kwargs)
+            self._accumulate_difference(native, base, layer, forward_batch)
         return base
 
-    def _write_kv(self, k, v, layer, forward_batch) -> None:
+    def _write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> None:
         location = KVWriteLoc(forward_batch.out_cache_loc, physical=True)
-        scaled = takes_scales(layer, self.token_to_kv_pool.dtype)
+        scaled = applies_scales(layer, self.token_to_kv_pool.dtype)
         scales = (layer.k_scale, layer.v_scale) if scaled else ()
         self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, *scales)
 
-    def _tree_attention(self, q, layer, forward_batch, *, sinks=None) -> torch.Tensor:
-        """[T, heads * d_v] of q's dtype: attention of each tree row to its prefix, its ancestors and itself."""
-        rows = forward_batch.spec_info.draft_token_num
+    def _tree_attention(
+        self,
+        q: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attends from each node to its prefix, its ancestors and itself.
+
+        Args:
+            q: [T, h_q * d_qk].
+            layer: of the target.
+            forward_batch: of a TARGET_VERIFY.
+            sinks: [h_q], of gpt-oss.
+
+        Returns:
+            [T, h_q * d_v] of q's dtype.
+        """
         shape = layer_shape(layer)
         q = q.view(-1, shape[0], shape[2])
         ancestors = self.tree_ancestors
         if ancestors is None:
-            ancestors = self._block_ancestors(layer, rows, q.shape[0])
+            ancestors = self._block_ancestors(layer, forward_batch.spec_info.draft_token_num, q.shape[0])
         kv_indptr, kv_indices = self._prefix_slots()
         window = layer.sliding_window_size
         common = dict(
@@ -288,87 +251,80 @@ class TreeVerifyMixin:
         else:
             values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
             sinks = None if sinks is None else sinks.float()  # gpt-oss keeps them in bfloat16
-            scaled = takes_scales(layer, keys.dtype)
+            scaled = applies_scales(layer, keys.dtype)
             scales = dict(k_scale=layer.k_scale, v_scale=layer.v_scale) if scaled else {}
             o = verify_gqa(q, keys, values, sinks=sinks, **scales, **common)
         return o.view(q.shape[0], -1)
 
-    def _block_ancestors(self, layer, rows: int, total: int) -> torch.Tensor:
+    def _block_ancestors(self, layer: RadixAttention, num_nodes: int, tokens: int) -> torch.Tensor:
+        """Returns the ancestor words of each request's draft block: [tokens, words] int64."""
         causal = layer.attn_type == AttentionType.DECODER
         if causal not in self.tree_blocks:
-            self.tree_blocks[causal] = chain_ancestors(rows, causal, self.tree_runner.device)
-        return self.tree_blocks[causal].repeat(total // rows, 1)
+            self.tree_blocks[causal] = chain_ancestors(num_nodes, causal, self.tree_runner.device)
+        return self.tree_blocks[causal].repeat(tokens // num_nodes, 1)
 
-    def _accumulate_difference(self, native, base, layer, forward_batch) -> None:
-        """Raises tree_difference[layer, request] to the largest |native - base| of the request's rows. Capture-safe."""
-        rows = forward_batch.spec_info.draft_token_num
-        worst = (native.float() - base.float()).abs().view(-1, rows * native.shape[1]).amax(1)
+    def _accumulate_difference(
+        self, native: torch.Tensor, base: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> None:
+        """Raises tree_difference[layer, request] to the largest |native - base| of the request's nodes.
+
+        A graph can capture it.
+        """
+        num_nodes = forward_batch.spec_info.draft_token_num
+        worst = (native.float() - base.float()).abs().view(-1, num_nodes * native.shape[1]).amax(1)
         worst = torch.nan_to_num(worst, nan=float("inf"))
+        assert self.tree_difference is not None  # mode is "validate"
         self.tree_difference[layer.layer_id].scatter_reduce_(
             0, forward_batch.req_pool_indices.long(), worst, reduce="amax"
         )
 
 
-class PrefixPerRequest:
-    """Over upstream's Triton backend: graph buffers for forwards that read one prefix a request, whatever their rows.
+class PerRequestGraphBuffersMixin(AttentionBackend):
+    """Sizes the graph buffers of upstream's Triton backend by requests instead of tokens.
 
-    Upstream (0.5.23) makes room for a context's slots, and for the partial results of split decoding, at each row: 6.4 GB
-    at 48 requests of 64 rows and a context of 262,144. What DDTREE captures, the tree's verify and the drafter's block,
-    reads the first by request and the second not at all.
+    Upstream (0.5.23) allocates a context's slots, and the partial results of split decoding, for every token:
+    6.4 GB at 48 requests of 64 nodes and a context of 262,144. The graphs that DDTREE captures, the tree's
+    verify and the drafter's block, read the slots once per request and the partial results not at all.
     """
 
-    graph_prefix: int  # most prefix slots of a request: its row of the slot table
+    graph_prefix: int  # the most prefix slots of a request: its row of the slot table
     graph_has_mask = True
+    num_draft_tokens: int | None  # the base backend's: N
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int):
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         slots = torch.zeros(max_bs * self.graph_prefix, dtype=torch.int64, device=self.device)
-        rows = self.num_draft_tokens
+        num_draft_tokens = self.num_draft_tokens
         if not self.graph_has_mask:
-            self.num_draft_tokens = None  # then none is made: bs * N * (context + N) bytes
+            self.num_draft_tokens = None  # upstream then makes no mask: bs * N * (context + N) bytes
         try:
             super().init_cuda_graph_state(max_bs, max_bs, kv_indices_buf=slots)
         finally:
-            self.num_draft_tokens = rows
+            self.num_draft_tokens = num_draft_tokens
 
 
-def with_prefix_per_request(backend, runner):
-    """The drafter's backend, with PrefixPerRequest where it is upstream's Triton backend; else as it is.
-
-    Args:
-        backend: of `runner`, after its construction and before graph capture.
-        runner: the drafter's ModelRunner.
-    """
-    if type(backend).__name__ != "TritonAttnBackend":
-        return backend
-    fronted = _front(PrefixPerRequest, backend)
-    fronted.graph_prefix = runner.req_to_token_pool.req_to_token.shape[1]
-    return fronted
+class TritonDraftBackend(PerRequestGraphBuffersMixin, TritonAttnBackend):
+    """Upstream's Triton backend, as the drafter uses it."""
 
 
-def _front(front: type, backend):
-    """An object of front and backend's class, over backend's state: whoever holds the old object sees the same."""
-    cls = type(f"DDTree{type(backend).__name__}", (front, type(backend)), {})
-    fronted = cls.__new__(cls)
-    fronted.__dict__ = backend.__dict__
-    return fronted
+class TritonTreeVerify(TreeVerifyMixin, PerRequestGraphBuffersMixin, TritonAttnBackend):
+    """Tree verify on upstream's Triton backend, whose metadata has the prefix slots already."""
 
-
-class TritonTreeVerify(TreeVerifyMixin, PrefixPerRequest):
-    """Over upstream's Triton backend, whose metadata holds the prefix slots already."""
-
-    def _install(self, *, runner, mode: str, rows: int) -> None:
-        super()._install(runner=runner, mode=mode, rows=rows)
+    def _init_tree(self, *, runner: ModelRunner, mode: str, num_nodes: int) -> None:
+        super()._init_tree(runner=runner, mode=mode, num_nodes=num_nodes)
         self.graph_prefix = runner.req_to_token_pool.req_to_token.shape[1]
         self.graph_has_mask = mode != "native"
 
-    def _prefix_slots(self):
+    def _prefix_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.forward_metadata.kv_indptr, self.forward_metadata.kv_indices
 
 
-class TorchNativeTreeVerify(TreeVerifyMixin):
-    """Over upstream's torch backend on a CPU, which has no TARGET_VERIFY of its own. Serves the drafter's block too."""
+class TorchNativeTreeVerify(TreeVerifyMixin, TorchNativeAttnBackend):
+    """Tree verify on upstream's torch backend, on a CPU. It runs the draft block too.
 
-    def init_forward_metadata(self, forward_batch):
+    Upstream's torch backend has no TARGET_VERIFY.
+    """
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
         if forward_batch.forward_mode.is_target_verify():
             seq_lens = forward_batch.seq_lens
@@ -378,65 +334,118 @@ class TorchNativeTreeVerify(TreeVerifyMixin):
             self.tree_kv_indptr = torch.zeros(seq_lens.numel() + 1, dtype=torch.int32)
             self.tree_kv_indptr[1:] = torch.cumsum(seq_lens, 0)
 
-    def _prefix_slots(self):
+    def _prefix_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.tree_kv_indptr, self.tree_kv_indices
 
 
-def with_tree_verify(backend, runner, *, mode: str, rows: int):
-    """A backend over the state of `backend` that runs TARGET_VERIFY as a tree; all else is as it was.
+Wrapper = TypeVar("Wrapper", bound=AttentionBackend)
+
+
+def _wrap(wrapper: type[Wrapper], backend: AttentionBackend) -> Wrapper:
+    """Makes an object of class `wrapper`, a subclass of the backend's class, that shares the backend's state.
+
+    Why not an object that holds the backend and forwards to it:
+    - Upstream checks the type: unless it is a TritonAttnBackend, Gemma 3 and 4 give images causal attention.
+    - AttentionBackend has defaults for more than forty attributes and methods. A forwarding object would have
+      to name each of them, and would answer with the default of each that a later release adds.
+    - Models and graph runners read and write plain attributes of the backend, such as forward_metadata.
+    Why not a new backend with a state of its own: upstream's runner builds the backend and may hand it out
+    before it is wrapped.
+    """
+    wrapped = object.__new__(wrapper)
+    wrapped.__dict__ = backend.__dict__
+    return wrapped
+
+
+def with_per_request_graph_buffers(backend: AttentionBackend, runner: ModelRunner) -> AttentionBackend:
+    """Wraps the drafter's backend in a TritonDraftBackend if it is upstream's Triton backend.
+
+    Args:
+        backend: of `runner`, after its construction and before graph capture.
+        runner: the drafter's.
+
+    Returns:
+        The backend to use instead.
+    """
+    if type(backend) is not TritonAttnBackend:
+        return backend
+    wrapped = _wrap(TritonDraftBackend, backend)
+    wrapped.graph_prefix = runner.req_to_token_pool.req_to_token.shape[1]
+    return wrapped
+
+
+def with_tree_verify(
+    backend: AttentionBackend, runner: ModelRunner, *, mode: str, num_nodes: int
+) -> AttentionBackend:
+    """Wraps a backend so that it runs TARGET_VERIFY on trees, and everything else as before.
 
     Args:
         backend: upstream's attention backend of `runner`, after its construction and before graph capture.
         runner: the ModelRunner it belongs to.
         mode: "native", "triton" or "validate".
-        rows: rows of one request in a verify.
+        num_nodes: N, nodes per request in a verify.
 
     Returns:
         The backend to use instead.
 
     Raises:
-        ValueError: the backend is none that tree verify can be laid over, or nothing covers the model's attention.
+        ValueError: tree verify cannot wrap the backend, or nothing covers the model's attention.
     """
-    if runner.prefill_attention_backend_str == "torch_native" and (lacks := torch_lacks(runner)):
+    if runner.prefill_attention_backend_str == "torch_native" and (gaps := not_prefilled_by_torch(runner)):
         raise ValueError(
-            f"DDTREE: --prefill-attention-backend: expected one that prefills {' and '.join(lacks)}, such as 'triton' on "
-            "CUDA, got 'torch_native'."
+            f"DDTREE: --prefill-attention-backend: expected a backend that supports {' and '.join(gaps)}, "
+            "such as 'triton' on CUDA, got 'torch_native'."
         )
     if isinstance(backend, HybridAttnBackend):
-        backend.decode_backend = with_tree_verify(backend.decode_backend, runner, mode=mode, rows=rows)
+        backend.decode_backend = with_tree_verify(
+            backend.decode_backend, runner, mode=mode, num_nodes=num_nodes
+        )
         return backend
-    reasons = "; ".join(not_covered(runner))
-    if isinstance(backend, TorchNativeAttnBackend):
-        front = TorchNativeTreeVerify
-        if reasons:
+    gaps = "; ".join(not_covered(runner))
+    wrapper: type[TreeVerifyMixin]
+    if type(backend) is TorchNativeAttnBackend:  # a subclass would lose its overrides
+        wrapper = TorchNativeTreeVerify
+        if gaps:
             raise ValueError(
-                f"DDTREE: target model: expected attention that the tree ops cover, got {reasons}: on CUDA, Triton would "
-                "verify it."
+                f"DDTREE: target model: expected attention that the tree ops cover, got {gaps}. On CUDA, "
+                "Triton would verify it."
             )
-    elif type(backend).__name__ == "TritonAttnBackend":  # its module needs Triton
-        front = TritonTreeVerify
-        if reasons and mode != "triton":
-            logger.warning("DDTREE verifies on Triton: the tree ops do not cover %s.", reasons)
+    elif type(backend) is TritonAttnBackend:
+        wrapper = TritonTreeVerify
+        if gaps and mode != "triton":
+            logger.warning("DDTREE verifies on Triton, because the tree ops do not cover %s.", gaps)
             mode = "triton"
     else:
         raise ValueError(
-            f"DDTREE: target model: expected attention that Triton's or torch's backend runs alone, got "
-            f"{type(backend).__name__}, which SGLang needs for it: serve it without DDTREE."
+            "DDTREE: target model: expected a model that the Triton or torch backend runs alone, got one for "
+            f"which SGLang uses {type(backend).__name__}: serve it without DDTREE."
         )
-    fronted = _front(front, backend)
-    fronted._install(runner=runner, mode=mode, rows=rows)
-    return fronted
+    wrapped = _wrap(wrapper, backend)
+    wrapped._init_tree(runner=runner, mode=mode, num_nodes=num_nodes)
+    return wrapped
 
 
-def difference_table(backend) -> torch.Tensor | None:
-    """Of a backend that with_tree_verify returned: [layers, requests] float32, what a validating verify has accumulated;
-    None in the other modes.
+def difference_table(backend: AttentionBackend) -> torch.Tensor | None:
+    """Returns what a validating verify accumulates.
+
+    Args:
+        backend: that with_tree_verify() returned.
+
+    Returns:
+        [layers, request pool] float32, or None in the other modes.
     """
     return (backend.decode_backend if isinstance(backend, HybridAttnBackend) else backend).tree_difference
 
 
-def create_draft_backend(runner):
-    """The drafter's attention backend on a CPU: torch's, whose draft block runs as a tree that hides nothing."""
+def create_draft_backend(runner: ModelRunner) -> AttentionBackend:
+    """Makes the drafter's attention backend on a CPU: torch's, with tree verify for the draft block.
+
+    Args:
+        runner: the drafter's.
+
+    Returns:
+        The wrapped backend.
+    """
     return with_tree_verify(
-        TorchNativeAttnBackend(runner), runner, mode="native", rows=runner.decode_num_tokens_per_req()
+        TorchNativeAttnBackend(runner), runner, mode="native", num_nodes=runner.decode_num_tokens_per_req()
     )

@@ -1,1 +1,1 @@
-"""DDTREE: tree-structured speculative decoding from the marginals of one DFlash draft pass (arXiv 2604.12989)."""
+"""DDTREE: speculative decoding with trees built from one pass of a DFlash drafter (arXiv 2604.12989)."""

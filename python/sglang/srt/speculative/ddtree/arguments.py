@@ -2,15 +2,20 @@
 
 from typing import Literal
 
-from sglang.srt.arg_groups.arg_utils import A
+from sglang.srt.arg_groups.arg_utils import A, Arg
 
 VerifyMode = A[
     Literal["native", "triton", "validate"],
-    "DDTREE only. Attention of the verify pass: 'native' uses the tree kernels of sgl_kernel.ddtree, 'triton' the base "
-    "backend with a full mask, 'validate' runs both, serves the base backend's result and reports the largest difference.",
+    "DDTREE only. Attention of the verify pass. 'native' runs the tree kernels of sgl_kernel.ddtree. "
+    "'triton' runs the Triton backend with a full mask. 'validate' runs both, serves Triton's result and "
+    "reports the largest difference.",
 ]
-SpinePolicy = A[
+Top1Path = A[
     Literal["auto", "keep"],
-    "DDTREE only. 'auto' verifies the most probable prefixes; 'keep' always includes the drafter's first choice at "
-    "every depth, and fills the rest with the most probable prefixes.",
+    Arg(
+        help="DDTREE only. 'auto' verifies the most probable nodes. 'keep' always includes the drafter's "
+        "first choice at every depth and fills the rest of the tree with the most probable nodes. "
+        "--speculative-ddtree-spine is the old name of this argument.",
+        aliases=["--speculative-ddtree-spine"],
+    ),
 ]

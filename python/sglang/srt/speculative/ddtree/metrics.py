@@ -1,4 +1,4 @@
-"""What DDTREE shows of itself: acceptance and tree size at /metrics, the verify difference there and in the log."""
+"""What DDTREE reports at /metrics and in the log: acceptance, tree size and the verify difference."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ READ_EVERY = 200  # verify steps between two readings of the difference
 
 
 class DDTreeMetrics:
-    """Counters of one scheduler process, at /metrics where the server has --enable-metrics.
+    """The counters of one scheduler process. They show up at /metrics if the server has --enable-metrics.
 
     Args:
-        rows: N, rows of a verify tree.
-        depth: D, most output tokens of one step.
+        num_nodes: N, nodes of a verify tree.
+        block_size: F, the most tokens that one step emits.
         labels: of every metric, such as the model's name.
-        enabled: False: counts nothing.
+        enabled: False counts nothing.
     """
 
-    def __init__(self, *, rows: int, depth: int, labels: dict[str, str], enabled: bool):
+    def __init__(self, *, num_nodes: int, block_size: int, labels: dict[str, str], enabled: bool) -> None:
         self.enabled = enabled
         if not enabled:
             return
@@ -31,33 +31,38 @@ class DDTreeMetrics:
         names = tuple(labels)
         self._lengths = Histogram(
             "sglang:ddtree_accept_length",
-            "Output tokens of one verify step and request: accepted nodes and the bonus token. Under overlap scheduling "
-            "the step that is under way when a request ends is counted too.",
+            "Tokens emitted per verify step and request: accepted nodes and the bonus token. Under overlap "
+            "scheduling, this includes the step that is running when a request ends.",
             names,
-            buckets=[float(length) for length in range(1, depth + 1)],
+            buckets=[float(length) for length in range(1, block_size + 1)],
         ).labels(**labels)
         by_depth = Counter(
             "sglang:ddtree_accepted_nodes",
-            "Accepted tree nodes by depth; divided by the count of ddtree_accept_length: the acceptance at that depth.",
+            "Accepted tree nodes by depth. Divided by the count of ddtree_accept_length, this is the "
+            "acceptance rate at that depth.",
             (*names, "depth"),
         )
-        self._by_depth = [by_depth.labels(**labels, depth=str(d)) for d in range(1, depth)]
+        self._by_depth = [by_depth.labels(**labels, depth=str(depth)) for depth in range(1, block_size)]
         size = Gauge(
-            "sglang:ddtree_tree_rows",
-            "Rows of a verify tree, root included.",
+            "sglang:ddtree_tree_nodes",
+            "Nodes of a verify tree, root included.",
             names,
             multiprocess_mode="mostrecent",
         )
-        size.labels(**labels).set(rows)
+        size.labels(**labels).set(num_nodes)
         self._difference = Gauge(
             "sglang:ddtree_verify_difference",
-            "Largest |native - base| attention output so far; --speculative-ddtree-verify=validate only.",
+            "Largest |native - base| attention output so far. Only with --speculative-ddtree-verify=validate.",
             names,
             multiprocess_mode="max",
         ).labels(**labels)
 
     def count(self, accepted: list[int]) -> None:
-        """Takes up one verify step: accepted nodes of each request, on the host."""
+        """Counts one verify step.
+
+        Args:
+            accepted: nodes accepted for each request, root excluded.
+        """
         if self.enabled:
             for nodes in accepted:
                 self._lengths.observe(nodes + 1)
@@ -65,45 +70,57 @@ class DDTreeMetrics:
                     counter.inc()
 
     def show_difference(self, difference: Difference) -> None:
+        """Reports the largest difference so far.
+
+        Args:
+            difference: between native and base verify.
+        """
         logger.info("DDTREE verify validation: %s", difference)
         if self.enabled:
             self._difference.set(difference.value)
 
 
 class Difference:
-    """The largest difference that a validating verify found: its layer, and the last request of its pool row."""
+    """The largest difference that a validating verify has found, with its layer and request.
 
-    def __init__(self, table: torch.Tensor, requests: dict[int, str]):
-        """From a backend's tree_difference, [layers, request pool], on the host; `requests` names pool rows."""
-        table = table[:, 1:]  # upstream's padding of a graph's batch is row 0
+    Args:
+        table: [layers, request pool] float32, a backend's tree_difference, on the host.
+        requests: from a row of the request pool to the id of the last request that had this row.
+    """
+
+    def __init__(self, table: torch.Tensor, requests: dict[int, str]) -> None:
+        table = table[:, 1:]  # upstream pads a graph's batch with row 0
         at = int(table.argmax())
         self.layer, row = divmod(at, table.shape[1])
         self.value = float(table[self.layer, row])
         self.request = requests.get(row + 1, f"pool row {row + 1}")
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"largest |native - base| {self.value:.3e}, layer {self.layer}, request {self.request}"
 
 
 class DifferenceReader:
-    """Reads a table that captured graphs accumulate into, and never waits for the device on the way.
+    """Reads a table that captured graphs write to, without waiting for the device.
 
     Args:
         table: [layers, request pool] float32, on the device.
     """
 
-    def __init__(self, table: torch.Tensor):
+    def __init__(self, table: torch.Tensor) -> None:
         self._table = table
         self._host = torch.empty(table.shape, dtype=table.dtype, pin_memory=table.is_cuda)
-        self._copied = None
+        self._copied: torch.cuda.Event | None = None
         self._steps = 0
         self.requests: dict[int, str] = {}
 
     def step(self, requests: dict[int, str]) -> Difference | None:
-        """Called after each verify was launched; what an earlier call copied, once in READ_EVERY steps.
+        """Starts a copy every READ_EVERY steps and reads it in a later step. Call it after each verify.
 
         Args:
             requests: request pool row -> request id, of the batch.
+
+        Returns:
+            The largest difference once a copy has finished, else None.
         """
         self.requests.update(requests)
         self._steps += 1
@@ -119,5 +136,5 @@ class DifferenceReader:
         return None
 
     def read(self) -> Difference:
-        """The difference now; waits for the device."""
+        """Returns the largest difference so far. It waits for the device."""
         return Difference(self._table.cpu(), self.requests)

@@ -1,16 +1,26 @@
-"""Frequency, presence and repetition penalties and min_new_tokens, exact at every row of a tree."""
+"""Frequency, presence and repetition penalties and min_new_tokens, exact at every node of a tree."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
+from sgl_kernel.ddtree import ancestor_mask
+from sglang.srt.speculative.ddtree.sampling import LOGITS_PER_CHUNK
 from sglang.srt.utils.common import async_h2d
 
-# Logits that are penalized or sampled in one go. Penalizing takes about five times their float32 size for a moment,
-# sampling up to twelve (808 MB on an H200, top-p in torch). All of a large batch's would be gigabytes, which a server with a
-# full KV pool does not have.
-LOGITS_AT_ONCE = 1 << 24
+if TYPE_CHECKING:
+    from sgl_kernel.ddtree import DraftTrees
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+NEUTRAL = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
 
 
 @dataclass
@@ -18,9 +28,9 @@ class Options:
     """What the requests of a batch ask for.
 
     Attributes:
-        columns: [b, 1] float32 on the device, by the name of the sampling parameter.
-        prompt_lens: [b, 1] int64 on the device.
-        asking: which requests ask for any, on the host.
+        columns: [bs, 1] float32 on the device, by the name of the sampling parameter.
+        prompt_lens: [bs, 1] int64 on the device.
+        asking: indices of the requests that ask for anything, on the host.
         frequency, presence, repetition, minimum: whether any request asks for it.
     """
 
@@ -32,90 +42,96 @@ class Options:
     repetition: bool
     minimum: bool
 
-    NEUTRAL = {
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-    }
-
     @classmethod
-    def of(cls, reqs: list, device) -> Options | None:
-        """The options of a batch's requests; None if none of them asks for any. Waits for nothing."""
-        values = [[getattr(req.sampling_params, name) for req in reqs] for name in cls.NEUTRAL]
-        asked = [[v != neutral for v in row] for row, neutral in zip(values, cls.NEUTRAL.values())]
+    def of(cls, reqs: list[Req], device: torch.device | str) -> Options | None:
+        """Collects the options of a batch's requests without waiting for the device.
+
+        Args:
+            reqs: of the batch.
+            device: of the columns.
+
+        Returns:
+            The options, or None if no request asks for anything.
+        """
+        values = [[getattr(req.sampling_params, name) for req in reqs] for name in NEUTRAL]
+        asked = [[v != neutral for v in row] for row, neutral in zip(values, NEUTRAL.values())]
         used = [any(row) for row in asked]
         if not any(used):
             return None
         asking = [i for i, any_of in enumerate(zip(*asked)) if any(any_of)]
         table = async_h2d(values, dtype=torch.float32, device=device)
         prompts = async_h2d([len(req.origin_input_ids) for req in reqs], dtype=torch.int64, device=device)
-        return cls(dict(zip(cls.NEUTRAL, table.unsqueeze(-1))), prompts[:, None], asking, *used)
+        return cls(dict(zip(NEUTRAL, table.unsqueeze(-1))), prompts[:, None], asking, *used)
 
-    def of_requests(self, part: slice | torch.Tensor) -> Options:
-        """The options of some of the requests, chosen by a slice or an index; `asking` stays that of the batch."""
-        columns = {name: column[part] for name, column in self.columns.items()}
-        return replace(self, columns=columns, prompt_lens=self.prompt_lens[part])
+    def of_requests(self, chosen: slice | torch.Tensor) -> Options:
+        """Returns the options of some requests, by a slice or an index. `asking` stays that of the batch."""
+        columns = {name: column[chosen] for name, column in self.columns.items()}
+        return replace(self, columns=columns, prompt_lens=self.prompt_lens[chosen])
 
 
 class OutputPenalties:
-    """Penalizes each row's logits for the output up to it: what the request has emitted, and the nodes of its path.
+    """Penalizes each node's logits for the output before it: what the request emitted, and the node's path.
 
-    Definition (SGLang 0.5.23, `penaltylib`, without overlap scheduling): with c the number of times that a token is in
-    the output, a logit x becomes y = x - frequency * c - presence * [c > 0], and then, if c > 0, y * repetition where
-    y < 0 and y / repetition elsewhere. Stop tokens are impossible while the output is shorter than min_new_tokens.
+    Definition (SGLang 0.5.23, `penaltylib`, without overlap scheduling): let c be how often a token is in the
+    output. A logit x becomes y = x - frequency * c - presence * [c > 0]. If c > 0, a negative y is then
+    multiplied by repetition, and any other y is divided by it. While the output is shorter than
+    min_new_tokens, stop tokens get -inf.
 
-    Upstream's own counts are the scheduler's, which takes up one token a step, a step late under overlap scheduling, and
-    none at all for the DFLASH family. These are kept where tokens are accepted, in the order of the forward stream: a
-    request's row is set from its output when it is prefilled (again, after a retraction), and raised by each step.
+    Upstream counts in the scheduler: one token per step, one step late under overlap scheduling, and none for
+    the DFLASH family. Here the step that accepts tokens counts them, in the order of the forward stream. A
+    prefill sets a request's counts from its output (also after a retraction), and each step adds to them.
 
     Args:
-        requests: rows of the request pool.
-        vocabulary: of the logits.
-        device: of the counts; requests * vocabulary * 4 bytes of it, from the first request that needs them on.
+        max_requests: rows of the request pool.
+        vocab_size: of the logits.
+        device: of the counts. They take max_requests * vocab_size * 4 bytes once a request needs them.
     """
 
-    def __init__(self, requests: int, vocabulary: int, device):
-        self._shape = requests, vocabulary
+    def __init__(self, max_requests: int, vocab_size: int, device: torch.device | str) -> None:
+        self._shape = max_requests, vocab_size
         self._device = device
-        self._counts = None  # [requests, vocabulary] float32
+        self._counts: torch.Tensor | None = None
 
-    def options(self, reqs: list) -> Options | None:
-        """See Options.of()."""
-        found = Options.of(reqs, self._device)
-        if found is not None and self._counts is None:
+    @property
+    def counts(self) -> torch.Tensor:
+        """How often each token is in each request's output: [max_requests, vocab_size] float32."""
+        if self._counts is None:
             self._counts = torch.zeros(self._shape, dtype=torch.float32, device=self._device)
-        return found
+        return self._counts
 
-    def begin(self, batch) -> Options | None:
-        """Before a prefill: counts the output that its requests start from, and hands the sampler what follows from it.
+    def options(self, reqs: list[Req]) -> Options | None:
+        """Returns what the requests ask for. See Options.of()."""
+        return Options.of(reqs, self._device)
+
+    def begin(self, batch: ScheduleBatch) -> Options | None:
+        """Sets the counts before a prefill, and gives the sampler the penalties that follow from them.
 
         Args:
-            batch: of a prefill or a mixed one, whose running requests keep their counts; its sampling_info is the copy
-                that upstream makes for each forward.
+            batch: of a prefill, or a mixed one whose running requests keep their counts. Its sampling_info is
+                the copy that upstream makes for each forward.
 
         Returns:
-            The options, if any; then count() is due after the forward.
+            The options, or None. With options, call count() after the forward.
         """
         options = self.options(batch.reqs)
         if options is None:
             return None
         running = {id(req) for req in batch.decoding_reqs or ()}
-        started = [(row, req) for row, req in enumerate(batch.reqs) if id(req) not in running]
+        started = [(i, req) for i, req in enumerate(batch.reqs) if id(req) not in running]
         pool_rows = batch.req_pool_indices.long()
-        fresh = async_h2d([row for row, _ in started], dtype=torch.int64, device=self._device)
-        self._counts.index_fill_(0, pool_rows[fresh], 0.0)
+        fresh = async_h2d([i for i, _ in started], dtype=torch.int64, device=self._device)
+        self.counts.index_fill_(0, pool_rows[fresh], 0.0)
         info = batch.sampling_info
-        output = [(row, token) for row, req in started for token in req.output_ids]
+        output = [(i, token) for i, req in started for token in req.output_ids]
         if not output and not running:
-            # No token to penalize yet, and all may need their minimum: upstream's own are right. Its scale is 1
-            # everywhere, and applying it compiles a kernel.
+            # There is no token to penalize yet, and every request may still need its minimum. Upstream's own
+            # additive penalties are right. Its scale is 1 everywhere, and applying it would compile a kernel.
             info.acc_scaling_penalties = None
             return options
         if output:
-            rows, tokens = async_h2d(list(zip(*output)), dtype=torch.int64, device=self._device)
-            self._add(pool_rows[rows], tokens, torch.ones(len(output), device=self._device))
-        counts = self._counts[pool_rows]
+            requests, tokens = async_h2d(list(zip(*output)), dtype=torch.int64, device=self._device)
+            self._add(pool_rows[requests], tokens, torch.ones(len(output), device=self._device))
+        counts = self.counts[pool_rows]
         emitted = batch.seq_lens[:, None].long() - options.prompt_lens
         additive = self._stops(options, info.acc_additive_penalties, emitted)
         info.acc_additive_penalties = torch.zeros_like(counts) if additive is None else additive
@@ -124,93 +140,114 @@ class OutputPenalties:
             info.acc_scaling_penalties = torch.where(counts > 0, options.columns["repetition_penalty"], 1.0)
         return options
 
-    def apply(self, logits, options: Options, sampling_info, pool_rows, trees, positions) -> None:
-        """Penalizes the target's logits at every row of the trees, in place; those of requests that ask for it.
+    def apply(
+        self,
+        logits: torch.Tensor,
+        options: Options,
+        sampling_info: SamplingBatchInfo,
+        pool_rows: torch.Tensor,
+        trees: DraftTrees,
+        positions: torch.Tensor,
+    ) -> None:
+        """Penalizes the target's logits at every node, in place, for the requests that ask for it.
 
         Args:
-            logits: [b * N, vocabulary].
+            logits: [bs * N, vocabulary].
             options: of the batch.
             sampling_info: of the batch.
-            pool_rows: [b] of the request pool.
-            trees: of b requests; the root's token is output already, and counted.
-            positions: [b * N] int64, of the rows.
+            pool_rows: [bs] rows of the request pool.
+            trees: of the batch. The root's token is output already, and counted.
+            positions: [bs * N] int64, of the nodes.
         """
-        b, rows = trees.tokens.shape
-        each = logits.view(b, rows, -1)
-        positions = positions.view(b, rows, 1)
+        bs, num_nodes = trees.tokens.shape
+        by_node = logits.view(bs, num_nodes, -1)
+        positions = positions.view(bs, num_nodes, 1)
         stops = sampling_info.acc_additive_penalties
-        at_once = max(1, LOGITS_AT_ONCE // (rows * each.shape[2]))
-        count = len(options.asking)
-        index = None if count == b else async_h2d(options.asking, dtype=torch.int64, device=self._device)
-        for first in range(0, count, at_once):
-            part = slice(first, first + at_once)
-            part = part if index is None else index[part]
-            chosen = each[part]
+        chunk = max(1, LOGITS_PER_CHUNK // (num_nodes * by_node.shape[2]))
+        asking = len(options.asking)
+        index = None if asking == bs else async_h2d(options.asking, dtype=torch.int64, device=self._device)
+        for start in range(0, asking, chunk):
+            requests = slice(start, start + chunk)
+            requests = requests if index is None else index[requests]
+            chosen = by_node[requests]
             self._apply(
                 chosen,
-                options.of_requests(part),
-                None if stops is None else stops[part],
-                pool_rows[part],
-                trees.tokens[part],
-                trees.ancestors[part],
-                positions[part],
+                options.of_requests(requests),
+                None if stops is None else stops[requests],
+                pool_rows[requests],
+                trees.tokens[requests],
+                trees.ancestors[requests],
+                positions[requests],
             )
-            if index is not None:  # then it is a copy
-                each[part] = chosen
+            if index is not None:  # then `chosen` is a copy
+                by_node[requests] = chosen
 
-    def _apply(self, each, options: Options, stops, pool_rows, tokens, ancestors, positions) -> None:
-        """apply() for some of the requests: each [b, N, vocabulary], positions [b, N, 1]."""
-        rows = tokens.shape[1]
+    def _apply(
+        self,
+        by_node: torch.Tensor,
+        options: Options,
+        stops: torch.Tensor | None,
+        pool_rows: torch.Tensor,
+        tokens: torch.Tensor,
+        ancestors: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        """Runs apply() for some requests: by_node is [bs, N, vocabulary], positions is [bs, N, 1]."""
+        num_nodes = tokens.shape[1]
         columns = {name: column[:, None] for name, column in options.columns.items()}
         if options.frequency or options.presence or options.repetition:
-            node = torch.arange(rows, device=each.device)
-            on_path = (ancestors[:, :, node // 64] >> (node % 64)) & 1  # [b, row, node]
-            counts = self._counts[pool_rows.long()][:, None].repeat(1, rows, 1)
-            nodes = tokens[:, None, 1:].expand(-1, rows, -1)
-            counts.scatter_add_(2, nodes, on_path[:, :, 1:].to(counts.dtype))
-            self._subtract(each, counts, columns)
+            on_path = ancestor_mask(ancestors, num_nodes)  # [bs, node, ancestor]
+            counts = self.counts[pool_rows.long()][:, None].repeat(1, num_nodes, 1)
+            drafted = tokens[:, None, 1:].expand(-1, num_nodes, -1)
+            counts.scatter_add_(2, drafted, on_path[:, :, 1:].to(counts.dtype))
+            self._subtract(by_node, counts, columns)
             if options.repetition:
                 scale = torch.where(counts > 0, columns["repetition_penalty"], 1.0)
-                each.copy_(torch.where(each < 0, each * scale, each / scale))
-        # The token after a row at position p is output number p + 1 - prompt, from 0.
+                by_node.copy_(torch.where(by_node < 0, by_node * scale, by_node / scale))
+        # The token after a node at position p is output number p + 1 - prompt, counted from 0.
         additive = self._stops(options, stops, positions + 1 - options.prompt_lens[:, None])
         if additive is not None:
-            each.add_(additive)
+            by_node.add_(additive)
 
     def count(
         self, pool_rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor | None = None
     ) -> None:
-        """Takes up the tokens that a step emitted.
+        """Counts the tokens that a step emitted.
 
         Args:
-            pool_rows: [b] of the request pool.
-            tokens: [b, D] int64.
-            lengths: [b] how many of them; all by default.
+            pool_rows: [bs] rows of the request pool.
+            tokens: [bs, F] int64.
+            lengths: [bs], how many tokens of each request count; None: all.
         """
-        depth = torch.arange(tokens.shape[1], device=tokens.device)
-        emitted = torch.ones_like(tokens) if lengths is None else depth < lengths[:, None]
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        emitted = torch.ones_like(tokens) if lengths is None else place < lengths[:, None]
         rows = pool_rows.long()[:, None].expand_as(tokens)
         self._add(rows.flatten(), tokens.flatten(), emitted.flatten().to(torch.float32))
 
-    def _add(self, pool_rows, tokens, amounts) -> None:
-        self._counts.view(-1).scatter_add_(0, pool_rows * self._shape[1] + tokens, amounts)
+    def _add(self, pool_rows: torch.Tensor, tokens: torch.Tensor, amounts: torch.Tensor) -> None:
+        self.counts.view(-1).scatter_add_(0, pool_rows * self._shape[1] + tokens, amounts)
 
     @staticmethod
-    def _subtract(logits, counts, columns) -> None:
+    def _subtract(logits: torch.Tensor, counts: torch.Tensor, columns: dict[str, torch.Tensor]) -> None:
         logits.sub_(columns["frequency_penalty"] * counts)
         logits.sub_(columns["presence_penalty"] * (counts > 0))
 
     @staticmethod
     def _stops(options: Options, stops: torch.Tensor | None, emitted: torch.Tensor) -> torch.Tensor | None:
-        """What is added to the logits so that outputs of fewer than min_new_tokens do not stop.
+        """Returns what to add to the logits so that outputs shorter than min_new_tokens do not stop.
 
         Args:
-            stops: [b, vocabulary], what upstream's penalizers accumulate: -inf at the stop tokens, since they have seen
-                no token of this family's.
-            emitted: [b, 1] or [b, N, 1], output tokens before.
+            options: of the batch.
+            stops: [bs, vocabulary] from upstream's penalizers: -inf at the stop tokens. They count no token
+                of this family, so they never lift it themselves.
+            emitted: [bs, 1] or [bs, N, 1], output tokens so far.
+
+        Returns:
+            [bs, vocabulary] or [bs, N, vocabulary], or None if no request asks for a minimum.
         """
         if not options.minimum:
             return None
+        assert stops is not None  # upstream's penalizers make it if a request asks for a minimum
         wanted = options.columns["min_new_tokens"]
         if emitted.dim() == 3:
             stops, wanted = stops[:, None], wanted[:, None]

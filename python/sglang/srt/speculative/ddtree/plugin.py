@@ -1,22 +1,37 @@
-"""Entry point `sglang.srt.plugins`: registers DDTREE with upstream's registries. Imports nothing heavy."""
+"""Entry point `sglang.srt.plugins`: registers DDTREE with upstream's registries. It imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
-from sglang.srt.speculative.ddtree.contract import CPU_DRAFT_BACKEND, DDTreeAlgorithm
+from sglang.srt.speculative.ddtree.algorithm import DDTreeAlgorithm
+from sglang.srt.speculative.ddtree.server_args import CPU_DRAFT_BACKEND, refuse_server_args
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
 
 
 def register() -> None:
-    """Adds the speculative algorithm DDTREE and the attention backend of its drafter on a CPU."""
+    """Adds the speculative algorithm DDTREE, and the attention backend that its drafter uses on a CPU."""
 
-    @SpeculativeAlgorithm.register("DDTREE", supports_overlap=True, spec_class=DDTreeAlgorithm)
-    def worker_class(server_args):
+    @SpeculativeAlgorithm.register(
+        "DDTREE",
+        supports_overlap=True,
+        validate_server_args=refuse_server_args,
+        spec_class=DDTreeAlgorithm,
+    )
+    def worker_class(server_args: ServerArgs) -> type:
         from sglang.srt.speculative.ddtree.worker import DDTreeWorker
 
         return DDTreeWorker
 
     @register_attention_backend(CPU_DRAFT_BACKEND)
-    def draft_backend(runner):
+    def draft_backend(runner: ModelRunner) -> AttentionBackend:
         from sglang.srt.layers.attention.ddtree_backend import create_draft_backend
 
         return create_draft_backend(runner)

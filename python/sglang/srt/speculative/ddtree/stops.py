@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sglang.srt.runtime_context import get_spec
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
-def stop_at_first(req, emitted: int) -> bool:
-    """Ends a request at the first of its new tokens that completes a stop, as plain decoding does.
 
-    Upstream (0.5.23) searches a step's tokens for each stop in turn: strings, then expressions, each kind in the order that
-    the request names them, and stop tokens last. With two stops in one step, such as the end of the turn and a newline
-    after it, a later one can win, and what lies between them is answered.
+def stop_at_first(req: Req, emitted: int) -> bool:
+    """Ends a request at the first new token that completes a stop, as plain decoding does.
 
-    If none is found here upstream looks at all new tokens at once. That shows it more text than plain decoding's look at
-    each token, so it can find a stop that was spelled in more tokens than its own encoding has, which plain decoding misses.
+    Upstream (0.5.23) searches all tokens of a step for one stop after the other: strings, then regular
+    expressions, each in the request's order, and stop tokens last. If a step contains two stops, such as an
+    end of turn and a newline after it, the later one can win, and the text between them becomes part of the
+    answer.
+
+    If this function finds no stop, upstream still checks all new tokens at once. It then decodes more text
+    together than plain decoding does, so it can find a stop string that was spelled in more tokens than its
+    own encoding has. Plain decoding misses such a stop.
 
     Args:
-        req: after the step, unfinished; its output_ids end with the new tokens.
-        emitted: how many tokens are new.
+        req: after the step, unfinished. Its output_ids end with the new tokens.
+        emitted: number of new tokens.
 
     Returns:
-        Whether it ended here. Always False for requests with neither stop strings nor expressions, for which
-        upstream's order is that of the output, and when another algorithm serves.
+        Whether the request ended here. Always False for requests without stop strings and stop expressions,
+        because upstream searches stop tokens in output order, and False when another algorithm serves.
     """
     options = req.sampling_params
     if emitted < 2 or not (options.stop_strs or options.stop_regex_strs):
@@ -39,5 +46,5 @@ def stop_at_first(req, emitted: int) -> bool:
     if req.finished():
         req.finished_len = len(output)
         req._cap_finished_len_at_max_new_tokens()
-    output.extend(tokens[len(output) - before :])  # their KV is committed
+    output.extend(tokens[len(output) - before :])  # the KV of the rest is committed too
     return req.finished()

@@ -1,13 +1,20 @@
-"""DDTREE's worker: DFLASH's drafter and prefill, a tree instead of a chain between draft and commit."""
+"""DDTREE's worker: DFLASH's drafter and prefill, with a tree instead of a chain between draft and commit."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from sgl_kernel.ddtree import Accepted, DraftTrees, accept_path, commit_path
+from sgl_kernel.ddtree import Accepted, DraftTrees, KVBuffers, accept_path, commit_path
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.layers.attention import ddtree_backend
+from sglang.srt.layers.attention.ddtree_backend import (
+    difference_table,
+    with_per_request_graph_buffers,
+    with_tree_verify,
+)
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
@@ -25,153 +32,216 @@ from sglang.srt.runtime_context import (
     get_serving,
     get_spec,
 )
-from sglang.srt.speculative.ddtree.build import TreeBuilder
-from sglang.srt.speculative.ddtree.info import DDTreeVerifyInput
+from sglang.srt.speculative.ddtree.coverage import kv_shapes, widest_window
+from sglang.srt.speculative.ddtree.kv_pool import kv_buffers
 from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader
 from sglang.srt.speculative.ddtree.penalties import OutputPenalties
-from sglang.srt.speculative.ddtree.verify import constrain, kv_buffers, target_tokens
+from sglang.srt.speculative.ddtree.sampling import constrain, target_tokens
+from sglang.srt.speculative.ddtree.tree_builder import TreeBuilder
+from sglang.srt.speculative.ddtree.verify_input import DDTreeVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask, draft_tp_context
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.server_args import ServerArgs
+
 logger = logging.getLogger(__name__)
 
 
-class DDTreeWorker(DFlashWorkerV2):
-    """Drafts F positions in one pass, verifies a tree of N rows in one target forward, commits one path of it.
+@dataclass(frozen=True)
+class Step:
+    """A decode step's batch, and where it may write.
 
-    Prefill, the draft model's loading and its KV are DFLASH's (the base class of SGLang 0.5.23). A decode step:
-
-        draft block -> candidates -> trees -> target verify -> a target token a row -> walk -> commit KV and hidden rows
-
-    Between draft and commit nothing waits for the device, but for a grammar, whose masks are built on the host.
+    Attributes:
+        batch: of the step.
+        draft_input: what the previous step left for this one.
+        prefix_lens: [bs] int64, committed tokens of each request. The previous step wrote it, maybe on
+            another stream.
+        window: [bs, N] int64, positions of the slots that this step may write.
+        slots: [bs, N] int64, those slots. Before the commit, node j's KV is in slot j.
+        plan: upstream's translation of the slots.
     """
 
-    def __init__(self, server_args, gpu_id, nccl_port, target_worker):
+    batch: ScheduleBatch
+    draft_input: DFlashDraftInputV2
+    prefix_lens: torch.Tensor
+    window: torch.Tensor
+    slots: torch.Tensor
+    plan: KVLocPlan
+
+    def host_bound(self, width: int) -> torch.Tensor:
+        """Returns [bs] on the host: at least prefix + width of each request. Backends size buffers by it."""
+        if self.batch.seq_lens_cpu is not None:
+            return self.batch.seq_lens_cpu + width
+        return self.draft_input.nxt_kv_lens_cpu
+
+
+class DDTreeWorker(DFlashWorkerV2):
+    """Drafts F positions in one pass, verifies a tree of N nodes in one forward, and commits one path of it.
+
+    Prefill, the draft model's loading and its KV are DFLASH's (the base class, of SGLang 0.5.23). A decode
+    step, _decode(), does this:
+
+        draft    one pass of the drafter, whose candidates become trees
+        verify   one forward of the target over all nodes
+        accept   the target's token at each node, and the path along which the drafted tokens equal them
+        commit   the path's KV moves to the front of the window, and its hidden states go to the drafter
+
+    Between draft and commit only grammars wait for the device, because their masks are built on the host.
+    """
+
+    def __init__(
+        self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
+    ) -> None:
         spec = get_spec()
         self.num_nodes = spec.speculative_num_draft_tokens
-        self.candidates = spec.speculative_eagle_topk
-        # The base class takes the width of a draft pass from here; outside, the leaf is the width of a verify.
+        self.num_candidates = spec.speculative_eagle_topk
+        # The base class reads the width of a draft pass from this field. For others it is a verify's width.
         with spec.override(speculative_num_draft_tokens=spec.speculative_dflash_block_size):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self._refuse_models()
         if self.model_runner.sliding_window_size is None:
-            # Before the attention backends ask. Models that do not tell it themselves (Laguna, MiMo-V2) have it from the
-            # KV pool of layers with a window, which DDTREE does without: see contract.share_slots().
-            self.model_runner.sliding_window_size = ddtree_backend.widest_window(self.model_runner.model)
+            # The attention backends read it next. Some models (Laguna, MiMo-V2) do not set it: upstream takes
+            # it from the KV pool of the layers with a window, which DDTREE does not make
+            # (force_single_kv_pool()).
+            self.model_runner.sliding_window_size = widest_window(self.model_runner.model)
         self.speculative_num_draft_tokens = self.num_nodes
-        self._kv = None
+        self._kv: KVBuffers | None = None
         self._on_cpu = torch.device(self.device).type == "cpu"
-        self._row_offsets = torch.arange(self.num_nodes, device=self.device)
-        # With this name the drafter embeds its ids itself, inside the captured graph. Handing it embeddings instead costs
-        # a copy, and upstream's eager runner casts them to bfloat16 whatever the model's dtype.
+        self._window_offsets = torch.arange(self.num_nodes, device=self.device)
+        # With a method of this name, the drafter embeds its ids itself, inside the captured graph. Passing
+        # embeddings costs a copy, and upstream's eager runner casts them to bfloat16 whatever the model's
+        # dtype is.
         self.draft_model.forward_embed = self._embed_block
         if self._on_cpu:
             for layer in self.draft_model.layers:
                 layer.self_attn.use_table_qk_norm_rope = False  # a Triton kernel
 
     def _refuse_models(self) -> None:
+        """Raises ValueError for a target or a drafter that DDTREE cannot serve."""
         if mambaish_config(self.model_runner.model_config) is not None:
             raise ValueError(
-                "DDTREE: target model: expected attention layers only, got recurrent ones, whose state "
-                "follows a chain and not a tree's path: serve it without DDTREE."
+                "DDTREE: target model: expected attention layers only, got recurrent layers, whose state "
+                "follows one chain of tokens and not the paths of a tree: serve it without DDTREE."
             )
         if self.selector is not None or self.lilicorr is not None or self._is_domino:
             raise ValueError(
-                "DDTREE: drafter: expected a plain DFlash head, whose marginals do not depend on the path, "
-                "got a selector, LiLiCorr or Domino head: --speculative-algorithm DFLASH runs it."
+                "DDTREE: drafter: expected a plain DFlash head, whose distribution at a position does not "
+                "depend on the path, got a selector, LiLiCorr or Domino head: --speculative-algorithm DFLASH "
+                "runs it."
             )
-        shapes = ddtree_backend.kv_shapes(self.model_runner.model)
+        shapes = kv_shapes(self.model_runner.model)
         if len(shapes) > 1 and not self.model_runner.use_mla_backend:
             raise ValueError(
-                "DDTREE: target model: expected K and V of one shape in all layers, whose slots tree rows move in, got "
-                f"(heads, d_qk, d_v) {shapes}: serve it without DDTREE."
+                "DDTREE: target model: expected the same KV shape in every layer (accepted KV is moved by "
+                f"slot), got (h_kv, d_qk, d_v) = {shapes}: serve it without DDTREE."
             )
 
     def _embed_block(self, ids: torch.Tensor) -> torch.Tensor:
-        """The drafter's input: the target's embedding of the block, unless the drafter has its own."""
+        """Embeds the draft block: with the drafter's own embedding if it has one, else with the target's."""
         embed = self.draft_model.get_input_embeddings() or self.model_runner.model.get_input_embeddings()
         return unwrap_lora_layer(embed)(ids) * self._noise_embed_scale
 
-    def _defer_target_verify_gather(self):
-        return None  # every row's logits are needed: for sampling, grammar and logprobs
+    # ---- what replaces the base class's setup ----
 
-    def _validate_phase1_sampling_support(self, batch) -> None:
-        """Nothing to fall back from: every sampling option is honoured at every row."""
+    def _defer_target_verify_gather(self) -> None:
+        return None  # the logits of every node are needed: for sampling, grammar and logprobs
 
-    def prewarm_sampling(self):
-        # Not DFLASH's rehearsal, which has the KV pool leave room for the sampling of a whole batch: see target_tokens().
+    def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
+        """Accepts every batch: DDTREE applies each sampling option at each node."""
+
+    def prewarm_sampling(self) -> Any:
+        # DFLASH's rehearsal would make the KV pool leave room to sample a whole batch. See target_tokens().
         return self.model_runner.prewarm_sampling()
 
     def alloc_memory_pool(
-        self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None
-    ):
+        self,
+        memory_pool_config: Any = None,
+        req_to_token_pool: ReqToTokenPool | None = None,
+        token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator | None = None,
+    ) -> None:
         self._widen(req_to_token_pool)
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
 
-    def _widen(self, pool) -> None:
-        """Makes the request's row of slots as long as what the scheduler writes into it.
+    def _widen(self, pool: ReqToTokenPool) -> None:
+        """Makes a request's row of the slot table as wide as what the scheduler writes into it.
 
-        It reserves 2N slots beyond what is committed, in whole pages, also at the end of the context. Upstream 0.5.23 has
-        room for N + 4 there at page size 1: on CUDA the rest would go into the next request's row.
+        The scheduler reserves 2N slots beyond the committed ones, in whole pages, also at the end of the
+        context. At page size 1, upstream 0.5.23 has room for N + 4. On CUDA the rest would overwrite the next
+        request's row.
         """
         table = pool.req_to_token
         width = self.model_runner.model_config.context_len + 2 * self.num_nodes + get_schedule().page_size
         if width > table.shape[1]:
             pool.req_to_token = table.new_zeros(table.shape[0], width)
-            self.model_runner.init_kv_index_translator()  # which holds the table
+            self.model_runner.init_kv_index_translator()  # it holds the table
 
-    def init_attention_backends(self):
+    def init_attention_backends(self) -> None:
         super().init_attention_backends()
         kv_buffers(self.model_runner.token_to_kv_pool)  # refuses other pools now, not at the first step
-        self.draft_model_runner.attn_backend = ddtree_backend.with_prefix_per_request(
+        self.draft_model_runner.attn_backend = with_per_request_graph_buffers(
             self.draft_model_runner.attn_backend, self.draft_model_runner
         )
-        self.model_runner.attn_backend = ddtree_backend.with_tree_verify(
+        self.model_runner.attn_backend = with_tree_verify(
             self.model_runner.attn_backend,
             self.model_runner,
             mode=get_spec().speculative_ddtree_verify,
-            rows=self.num_nodes,
+            num_nodes=self.num_nodes,
         )
+        self.builder = self._make_builder()
+        self.penalties = OutputPenalties(
+            max_requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
+            vocab_size=self.model_runner.model_config.vocab_size,
+            device=self.device,
+        )
+        self.metrics = DDTreeMetrics(
+            num_nodes=self.num_nodes,
+            block_size=self.block_size,
+            labels={"model_name": get_serving().served_model_name},
+            enabled=get_observability().enable_metrics and get_parallel().tp_rank == 0,
+        )
+        table = difference_table(self.model_runner.attn_backend)
+        self.difference = None if table is None else DifferenceReader(table)
+
+    def _make_builder(self) -> TreeBuilder:
         lm_head = unwrap_lora_layer(getattr(self.model_runner.model, "lm_head", None))
         if lm_head is None:
             raise ValueError(
-                "DDTREE: target model: expected an lm_head that the drafter can borrow, got none: serve it without DDTREE."
+                "DDTREE: target model: expected an lm_head that the drafter can share, got none: serve it "
+                "without DDTREE."
             )
-        self.builder = TreeBuilder(
+        return TreeBuilder(
             lm_head=lm_head,
             block_size=self.block_size,
-            rows=self.num_nodes,
-            candidates=self.candidates,
-            keep_top1_path=get_spec().speculative_ddtree_spine == "keep",
+            num_nodes=self.num_nodes,
+            num_candidates=self.num_candidates,
+            keep_top1_path=get_spec().speculative_ddtree_top1_path == "keep",
             max_bs=0 if self._on_cpu else max(get_exec().graph.cuda_graph_config.decode.bs or [0]),
             device=self.device,
         )
 
-        self.penalties = OutputPenalties(
-            requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
-            vocabulary=self.model_runner.model_config.vocab_size,
-            device=self.device,
-        )
-        self.metrics = DDTreeMetrics(
-            rows=self.num_nodes,
-            depth=self.block_size,
-            labels={"model_name": get_serving().served_model_name},
-            enabled=get_observability().enable_metrics and get_parallel().tp_rank == 0,
-        )
-        table = ddtree_backend.difference_table(self.model_runner.attn_backend)
-        self.difference = None if table is None else DifferenceReader(table)
-
-    def on_verify_complete_cpu(self, num_correct_drafts_per_req, batch_size=None):
-        self.metrics.count(num_correct_drafts_per_req)
-
-    def _maybe_build_draft_sampler(self):
+    def _maybe_build_draft_sampler(self) -> TreeBuilder:
         return self.builder
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        self.metrics.count(num_correct_drafts_per_req)
 
     # ---- one step ----
 
-    def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None):
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        grammar_barrier: Any = None,
+        pp_proxy_tensors: Any = None,
+    ) -> GenerationBatchResult:
         is_decode = not (
             batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle()
         )
@@ -183,14 +253,57 @@ class DDTreeWorker(DFlashWorkerV2):
             self.penalties.count(batch.req_pool_indices, result.next_token_ids[:, None].long())
         return result
 
-    def _decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
-        draft_input: DFlashDraftInputV2 = batch.spec_info
-        prefix_lens = batch.seq_lens  # a tensor of the previous step, maybe of another stream
-        if not self._on_cpu:
-            prefix_lens.record_stream(torch.get_device_module(self.device).current_stream())
-        bs, rows, depth = len(prefix_lens), self.num_nodes, self.block_size
+    def _decode(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Callable[[torch.Tensor], None] | None,
+        grammar_barrier: Any,
+    ) -> GenerationBatchResult:
+        step = self._begin(batch)
+        trees = self._draft(step)
+        grammar_tree = None
+        if batch.has_grammar:  # the copy to the host overlaps the verify forward
+            grammar_tree = GrammarTree.from_device(
+                trees.first_child.long(), trees.next_sibling.long(), trees.tokens
+            )
+        positions = (step.prefix_lens[:, None] + trees.depths).flatten()
+        output = self._verify(step, trees, positions)
+        logits_output = output.logits_output
+        target, accepted = self._accept(
+            step, trees, positions, logits_output.next_token_logits, grammar_tree, grammar_barrier
+        )
+        new_seq_lens = step.prefix_lens + accepted.lengths
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        if batch.return_logprob:
+            roots = torch.arange(0, target.numel(), self.num_nodes, device=self.device)
+            compute_spec_logprobs(batch, logits_output, target, accept_index=accepted.path + roots[:, None])
+        self._commit(step, logits_output.hidden_states, accepted)
+        logits_output.hidden_states = None  # nothing on the host reads them
+        self._report_difference(batch)
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=accepted.tokens.flatten(),
+            accept_lens=accepted.lengths,
+            can_run_cuda_graph=output.can_run_cuda_graph,
+            next_draft_input=self._make_next_draft_input_decode(
+                bonus_tokens=accepted.bonus, new_seq_lens=new_seq_lens
+            ),
+            speculative_num_draft_tokens=self.num_nodes,
+            speculative_output_stride=self.block_size,
+            new_seq_lens=new_seq_lens,
+            routed_experts_output=output.routed_experts_output,
+            indexer_topk_output=output.indexer_topk_output,
+        )
 
-        window = prefix_lens[:, None] + self._row_offsets  # positions of the slots that this step may write
+    def _begin(self, batch: ScheduleBatch) -> Step:
+        """Finds the slots that a decode step may write."""
+        draft_input: DFlashDraftInputV2 = batch.spec_info
+        prefix_lens = batch.seq_lens
+        if not self._on_cpu:
+            # The previous step may have made it on another stream.
+            prefix_lens.record_stream(torch.get_device_module(self.device).current_stream())
+        window = prefix_lens[:, None] + self._window_offsets
         table = self.model_runner.req_to_token_pool.req_to_token
         slots = table[batch.req_pool_indices[:, None], window].to(torch.int64)
         host_lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else draft_input.nxt_kv_lens_cpu
@@ -199,91 +312,21 @@ class DDTreeWorker(DFlashWorkerV2):
             seq_lens=prefix_lens,
             seq_lens_cpu=host_lens,
             write_virtual=slots.flatten(),
-            read_extent=rows,
+            read_extent=self.num_nodes,
         )
+        return Step(batch, draft_input, prefix_lens, window, slots, plan)
 
-        trees = self._draft(batch, draft_input, window[:, :depth], plan)
-        grammar_tree = (
-            GrammarTree.from_device(trees.first_child.long(), trees.next_sibling.long(), trees.tokens)
-            if batch.has_grammar
-            else None  # copied to the host beside the verify forward
-        )
-
-        positions = (prefix_lens[:, None] + trees.depths).flatten()
-        output = self._verify(batch, draft_input, trees, positions, slots, plan)
-        logits = output.logits_output.next_token_logits
-        grammar_mask = (
-            build_grammar_vocab_mask(
-                reqs=batch.reqs,
-                tree=grammar_tree,
-                sampling_info=batch.sampling_info,
-                device=logits.device,
-                barrier=grammar_barrier,
-            )
-            if batch.has_grammar
-            else None
-        )
-        penalized = self.penalties.options(batch.reqs)
-        if penalized is not None:
-            self.penalties.apply(
-                logits, penalized, batch.sampling_info, batch.req_pool_indices, trees, positions
-            )
-        constrain(logits, batch.sampling_info, grammar_mask, rows)
-        target = target_tokens(
-            logits,
-            batch.sampling_info,
-            self.model_runner.sampler,
-            positions,
-            sampled=[i for i, req in enumerate(batch.reqs) if req.sampling_params.top_k != 1],
-            keep_logits=batch.return_logprob,
-        )
-        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target)
-        accepted = accept_path(trees, target.view(bs, rows), Accepted.allocate(bs, depth, self.device))
-        if penalized is not None:
-            self.penalties.count(batch.req_pool_indices, accepted.tokens, accepted.lengths)
-        new_seq_lens = prefix_lens + accepted.lengths
-        if on_publish is not None:
-            on_publish(new_seq_lens)
-
-        if batch.return_logprob:
-            first_row = torch.arange(0, bs * rows, rows, device=self.device)
-            compute_spec_logprobs(
-                batch, output.logits_output, target, accept_index=accepted.path + first_row[:, None]
-            )
-        self._commit(output.logits_output.hidden_states, accepted, window[:, :depth], slots, plan)
-        output.logits_output.hidden_states = None  # nothing on the host reads them
-
-        if self.difference is not None:
-            found = self.difference.step({request.kv.req_pool_idx: request.rid for request in batch.reqs})
-            if found is not None:
-                self.metrics.show_difference(found)
-
-        return GenerationBatchResult(
-            logits_output=output.logits_output,
-            next_token_ids=accepted.tokens.flatten(),
-            accept_lens=accepted.lengths,
-            can_run_cuda_graph=output.can_run_cuda_graph,
-            next_draft_input=self._make_next_draft_input_decode(
-                bonus_tokens=accepted.bonus, new_seq_lens=new_seq_lens
-            ),
-            speculative_num_draft_tokens=rows,
-            speculative_output_stride=depth,
-            new_seq_lens=new_seq_lens,
-            routed_experts_output=output.routed_experts_output,
-            indexer_topk_output=output.indexer_topk_output,
-        )
-
-    def _draft(self, batch, draft_input, positions: torch.Tensor, plan) -> DraftTrees:
-        """One pass of the drafter over [bonus, mask, ...], and the trees of its candidates."""
-        bs, width = positions.shape
+    def _draft(self, step: Step) -> DraftTrees:
+        """Runs the drafter once over [bonus, mask, ...], and builds trees from its candidates."""
+        batch, bs, width = step.batch, len(step.prefix_lens), self.block_size
         ids = torch.full((bs, width), self._mask_token_id, dtype=torch.int64, device=self.device)
-        ids[:, 0] = draft_input.bonus_tokens
-        seq_lens_cpu = self._host_bound(batch, draft_input, width)
+        ids[:, 0] = step.draft_input.bonus_tokens
+        seq_lens_cpu = step.host_bound(width)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=bs,
             input_ids=ids.flatten(),
-            positions=positions.flatten(),
+            positions=step.window[:, :width].flatten(),
             req_pool_indices=batch.req_pool_indices,
             out_cache_loc=None,  # bound below
             seq_lens=batch.seq_lens,
@@ -300,28 +343,37 @@ class DDTreeWorker(DFlashWorkerV2):
                 else None
             ),
         )
-        plan.bind(forward_batch, self.draft_model_runner.kv_index_translator, cols=slice(0, width))
+        step.plan.bind(forward_batch, self.draft_model_runner.kv_index_translator, cols=slice(0, width))
         with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
             output = self.draft_model_runner.forward(forward_batch)
             if self._draft_sampler is not None and output.can_run_graph:
-                return self.builder.trees.first(bs)  # built by the graph
+                return self.builder.trees.first(bs)  # the graph has built them
             trees = DraftTrees.allocate(bs, self.num_nodes, self.device)
             self.builder.build(output.logits_output.hidden_states, ids.flatten(), trees)
             return trees
 
-    def _verify(self, batch, draft_input, trees: DraftTrees, positions, slots, plan):
-        """The target's forward over all rows of all trees."""
-        bs, rows = trees.tokens.shape
+    def _verify(self, step: Step, trees: DraftTrees, positions: torch.Tensor) -> GenerationBatchResult:
+        """Runs the target over all nodes of all trees.
+
+        Args:
+            step: of the batch.
+            trees: of bs requests.
+            positions: [bs * N] int64, of the nodes.
+
+        Returns:
+            Logits [bs * N, vocabulary] and hidden states [bs * N, hidden]; a padded graph gives more rows.
+        """
+        batch, num_nodes = step.batch, self.num_nodes
         verify_input = DDTreeVerifyInput(
             draft_token=trees.tokens.flatten(),
             positions=positions,
-            draft_token_num=rows,
-            ancestors=trees.ancestors.view(bs * rows, -1),
-            kv_loc_plan=plan,
+            draft_token_num=num_nodes,
+            ancestors=trees.ancestors.flatten(0, 1),
+            kv_loc_plan=step.plan,
         )
-        batch.out_cache_loc = slots.flatten()
+        batch.out_cache_loc = step.slots.flatten()
         committed = batch.seq_lens_cpu, batch.seq_lens_sum
-        batch.seq_lens_cpu = self._host_bound(batch, draft_input, rows)
+        batch.seq_lens_cpu = step.host_bound(num_nodes)
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
         forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
         batch.seq_lens_cpu, batch.seq_lens_sum = committed
@@ -329,26 +381,86 @@ class DDTreeWorker(DFlashWorkerV2):
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
         )
 
-    def _host_bound(self, batch, draft_input, width: int) -> torch.Tensor:
-        """[bs] on the host: at least prefix + width of each request, for the buffers that backends size there."""
-        if batch.seq_lens_cpu is not None:
-            return batch.seq_lens_cpu + width
-        return draft_input.nxt_kv_lens_cpu
+    def _accept(
+        self,
+        step: Step,
+        trees: DraftTrees,
+        positions: torch.Tensor,
+        logits: torch.Tensor,
+        grammar_tree: GrammarTree | None,
+        grammar_barrier: Any,
+    ) -> tuple[torch.Tensor, Accepted]:
+        """Picks the target's token at each node, and follows the drafted tokens that equal it.
 
-    def _commit(self, hidden: torch.Tensor, accepted: Accepted, positions, slots, plan) -> None:
-        """Moves the accepted rows' KV to the front of the window, and gives the drafter their hidden states."""
-        bs, depth = positions.shape
-        if self._kv is None:
-            self._kv = kv_buffers(
-                self.model_runner.token_to_kv_pool
-            )  # now: graph capture may have resized the pool
-        path_hidden = hidden.new_empty(bs, depth, hidden.shape[-1])
-        commit_path(accepted.path, accepted.lengths, slots, self._kv, hidden[: slots.numel()], path_hidden)
-        cache_loc = self._draft_write_ids(plan).view(bs, -1)[:, :depth].contiguous()
+        Args:
+            step: of the batch.
+            trees: of bs requests.
+            positions: [bs * N] int64, of the nodes.
+            logits: [bs * N, vocabulary] of the target. Penalties and masks are applied in place.
+            grammar_tree: the trees on the host, if a request has a grammar.
+            grammar_barrier: upstream's; grammars wait for it until the previous step's tokens are accepted.
+
+        Returns:
+            The target's tokens, [bs * N] int64, and what each request emits.
+        """
+        batch, info, pool_rows = step.batch, step.batch.sampling_info, step.batch.req_pool_indices
+        grammar_mask = None
+        if grammar_tree is not None:
+            grammar_mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=grammar_tree,
+                sampling_info=info,
+                device=logits.device,
+                barrier=grammar_barrier,
+            )
+        penalized = self.penalties.options(batch.reqs)
+        if penalized is not None:
+            self.penalties.apply(logits, penalized, info, pool_rows, trees, positions)
+        constrain(logits, info, grammar_mask, self.num_nodes)
+        target = target_tokens(
+            logits,
+            info,
+            self.model_runner.sampler,
+            positions,
+            sampled=[i for i, req in enumerate(batch.reqs) if req.sampling_params.top_k != 1],
+            keep_logits=batch.return_logprob,
+        )
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target)
+        bs = len(step.prefix_lens)
+        accepted = Accepted.allocate(bs, self.block_size, self.device)
+        accept_path(trees, target.view(bs, self.num_nodes), accepted)
+        if penalized is not None:
+            self.penalties.count(pool_rows, accepted.tokens, accepted.lengths)
+        return target, accepted
+
+    def _commit(self, step: Step, hidden: torch.Tensor, accepted: Accepted) -> None:
+        """Moves the accepted KV to the front of the window, and gives the drafter the path's hidden states.
+
+        Args:
+            step: of the batch.
+            hidden: [bs * N or more, hidden] of the target.
+            accepted: of bs requests.
+        """
+        bs, width = accepted.path.shape
+        if self._kv is None:  # not earlier: graph capture may resize the pool
+            self._kv = kv_buffers(self.model_runner.token_to_kv_pool)
+        path_hidden = hidden.new_empty(bs, width, hidden.shape[-1])
+        commit_path(
+            accepted.path, accepted.lengths, step.slots, self._kv, hidden[: step.slots.numel()], path_hidden
+        )
+        cache_loc = self._draft_write_ids(step.plan).view(bs, -1)[:, :width].contiguous()
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=path_hidden.view(bs * depth, -1),
+            target_hidden=path_hidden.flatten(0, 1),
             cache_loc=cache_loc.flatten(),
             cache_loc_2d=cache_loc,
-            positions=positions.flatten(),
+            positions=step.window[:, :width].flatten(),
             commit_lens=accepted.lengths,
         )
+
+    def _report_difference(self, batch: ScheduleBatch) -> None:
+        """Reports what a validating verify has found, now and then."""
+        if self.difference is None:
+            return
+        found = self.difference.step({request.kv.req_pool_idx: request.rid for request in batch.reqs})
+        if found is not None:
+            self.metrics.show_difference(found)

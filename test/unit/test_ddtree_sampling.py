@@ -1,4 +1,4 @@
-"""The target's tokens at the rows of DDTREE's trees: what the sampler is given, and rows that nothing is allowed at."""
+"""The target's token at every node: what the sampler gets, and nodes at which no token is allowed."""
 
 import unittest
 from types import SimpleNamespace
@@ -6,17 +6,17 @@ from unittest.mock import patch
 
 import torch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative.ddtree import verify
+from sglang.srt.speculative.ddtree import sampling
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=15, suite="unit")
 
-REQUESTS, ROWS, VOCABULARY = 5, 6, 40
+REQUESTS, NODES, VOCABULARY = 5, 6, 40
 
 
 def sampling_info():
-    """Of REQUESTS requests, each with a temperature of its own."""
+    """A batch of REQUESTS requests, each with different parameters."""
     column = torch.arange(1.0, REQUESTS + 1)
     return SamplingBatchInfo(
         temperatures=column[:, None].clone(), top_ps=column / 10, top_ks=column.int(), min_ps=column / 100,
@@ -26,7 +26,7 @@ def sampling_info():
 
 
 class Recorder:
-    """A sampler whose token is the last choice of its logits, and which overwrites them, as the stock one does."""
+    """A sampler that picks the least likely token. Like the stock one, it overwrites the logits."""
 
     def __init__(self):
         self.sizes = []
@@ -48,24 +48,24 @@ class Recorder:
 
 class TestTargetTokens(CustomTestCase):
     def setUp(self):
-        self.logits = torch.rand(REQUESTS * ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0))
-        self.positions = torch.arange(REQUESTS * ROWS)
+        self.logits = torch.rand(REQUESTS * NODES, VOCABULARY, generator=torch.Generator().manual_seed(0))
+        self.positions = torch.arange(REQUESTS * NODES)
         self.sampler = Recorder()
 
     def tokens(self, sampled, **options):
-        return verify.target_tokens(
+        return sampling.target_tokens(
             self.logits, sampling_info(), self.sampler, self.positions, sampled=sampled, **options
         )
 
     def check(self, sampled, **options):
         before = self.logits.clone()
-        expected = before.argmax(-1).view(REQUESTS, ROWS)
-        expected[sampled] = before.argmin(-1).view(REQUESTS, ROWS)[sampled]
+        expected = before.argmax(-1).view(REQUESTS, NODES)
+        expected[sampled] = before.argmin(-1).view(REQUESTS, NODES)[sampled]
         self.assertEqual(self.tokens(sampled, **options).tolist(), expected.flatten().tolist())
-        rows = [row for request in sampled for row in range(request * ROWS, (request + 1) * ROWS)]
-        self.assertEqual(sorted(self.sampler.seen), rows)
-        for row, seen in self.sampler.seen.items():
-            request = row // ROWS + 1
+        nodes = [node for request in sampled for node in range(request * NODES, (request + 1) * NODES)]
+        self.assertEqual(sorted(self.sampler.seen), nodes)
+        for node, seen in self.sampler.seen.items():
+            request = node // NODES + 1
             self.assertEqual(seen, [request, request / 10, request, request / 100, request])
         return before
 
@@ -74,11 +74,11 @@ class TestTargetTokens(CustomTestCase):
         self.assertEqual(len(self.sampler.sizes), 1)
         self.assertEqual(float(self.logits.abs().sum()), 0.0, "sampled in a copy")
 
-    def test_greedy_requests_are_not(self):
+    def test_greedy_requests_are_not_sampled(self):
         before = self.check([1, 4])
         torch.testing.assert_close(self.logits, before)
 
-    def test_none_is(self):
+    def test_no_request_is_sampled(self):
         self.assertEqual(self.tokens([]).tolist(), self.logits.argmax(-1).tolist())
         self.assertEqual(self.sampler.sizes, [])
 
@@ -88,13 +88,13 @@ class TestTargetTokens(CustomTestCase):
             before = self.check(sampled, keep_logits=True)
             torch.testing.assert_close(self.logits, before)
 
-    def test_a_bounded_number_at_once(self):
-        """Whatever the batch; also where one request's rows are more than that, and one row."""
+    def test_chunks_are_bounded(self):
+        """Chunks are bounded for every batch, also if one request's nodes, or one node, exceed the bound."""
         for limit in (7 * VOCABULARY, 4 * VOCABULARY + 3, 1):
             for sampled in ([0, 1, 2, 3, 4], [0, 3]):
                 with (
                     self.subTest(limit=limit, sampled=sampled),
-                    patch.object(verify, "LOGITS_AT_ONCE", limit),
+                    patch.object(sampling, "LOGITS_PER_CHUNK", limit),
                 ):
                     self.setUp()
                     self.check(sampled, keep_logits=True)
@@ -102,32 +102,32 @@ class TestTargetTokens(CustomTestCase):
 
 
 class TestConstrain(CustomTestCase):
-    def test_no_token_is_allowed(self):
-        """Token 0 is left then, alone; other rows stay as they are."""
-        logits = torch.rand(2 * ROWS, VOCABULARY)
+    def test_a_grammar_that_allows_no_token(self):
+        """Then token 0 alone is allowed. Other nodes stay as they are."""
+        logits = torch.rand(2 * NODES, VOCABULARY)
         before = logits.clone()
 
         def apply(logits):
             logits[3:5] = -float("inf")
             logits[7, 1:] = -float("inf")
 
-        verify.constrain(logits, None, SimpleNamespace(apply=apply), ROWS)
+        sampling.constrain(logits, None, SimpleNamespace(apply=apply), NODES)
         self.assertEqual(logits[3:5].softmax(-1).argmax(-1).tolist(), [0, 0])
         self.assertEqual(logits[3:5].softmax(-1)[:, 0].tolist(), [1.0, 1.0])
         apply(before)
         before[3:5, 0] = 0.0
         self.assertTrue(torch.equal(logits, before))
 
-    def test_a_bias_that_forbids_the_rest(self):
-        logits = torch.zeros(2 * ROWS, VOCABULARY)
+    def test_a_bias_that_forbids_the_rest_of_a_grammar(self):
+        logits = torch.zeros(2 * NODES, VOCABULARY)
         bias = torch.zeros(2, VOCABULARY)
         bias[1, 5:] = -float("inf")
 
         def apply(logits):
             logits[:, :5] = -float("inf")
 
-        verify.constrain(logits, SimpleNamespace(logit_bias=bias), SimpleNamespace(apply=apply), ROWS)
-        self.assertTrue(torch.isfinite(logits[:, 0]).tolist() == [False] * ROWS + [True] * ROWS)
+        sampling.constrain(logits, SimpleNamespace(logit_bias=bias), SimpleNamespace(apply=apply), NODES)
+        self.assertTrue(torch.isfinite(logits[:, 0]).tolist() == [False] * NODES + [True] * NODES)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""DDTREE as the scheduler sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.ddtree.server_args import resolve_server_args
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.server_args import ServerArgs
+
+
+class DDTreeAlgorithm(CustomSpecAlgo):
+    """Answers the scheduler as DFLASH does, except for the width of a target verify."""
+
+    def is_dflash(self) -> bool:
+        return True
+
+    def is_dflash_family(self) -> bool:
+        return True
+
+    def supports_target_verify_for_draft(self) -> bool:
+        return True
+
+    def supports_mixed_chunk(self) -> bool:
+        return True
+
+    def supports_grammar_overlap(self) -> bool:
+        return True
+
+    def supports_prefill_shared_read_done(self) -> bool:
+        return True
+
+    def has_draft_kv(self) -> bool:
+        """Returns False: upstream then reserves no page per candidate, as all candidates share one block."""
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def create_future_map(
+        self,
+        device: torch.device,
+        req_to_token_pool: ReqToTokenPool,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> FutureMap:
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+
+    def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
+        """Tokens per request of one TARGET_VERIFY forward.
+
+        Args:
+            num_draft_tokens: N, the width of the verify tree.
+            is_draft_worker: whether the drafter runs the forward.
+
+        Returns:
+            F, the draft block, for the drafter; N for the target.
+        """
+        return get_spec().speculative_dflash_block_size if is_draft_worker else num_draft_tokens
+
+    def handle_server_args(self, server_args: ServerArgs) -> None:
+        resolve_server_args(server_args)

@@ -1,0 +1,107 @@
+"""What a target model needs of attention, and which of it the tree ops and other backends can do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sgl_kernel.ddtree import GQA_HEAD_SIZES
+from sglang.srt.layers.radix_attention import RadixAttention
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+MLA_SHAPE = (1, 576, 512)  # of verify_mla(): h_kv, d_qk, d_v
+
+
+def verify_layers(model: torch.nn.Module) -> list[RadixAttention]:
+    """Returns the attention layers that a verify runs.
+
+    An MLA layer has two: the absorbed one, which a verify runs, and an unabsorbed one for prefill.
+    """
+    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    absorbed = [layer for layer in layers if layer_shape(layer)[1:] == MLA_SHAPE]
+    return absorbed or layers
+
+
+def layer_shape(layer: RadixAttention) -> tuple[int, int, int, int]:
+    """Returns (h_q, h_kv, d_qk, d_v) of a layer on this rank."""
+    return layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
+
+
+def kv_shapes(model: torch.nn.Module) -> list[tuple[int, int, int]]:
+    """Returns the different (h_kv, d_qk, d_v) of a model's layers on this rank."""
+    return sorted({layer_shape(layer)[1:] for layer in verify_layers(model)})
+
+
+def widest_window(model: torch.nn.Module) -> int | None:
+    """Returns the largest sliding window of a model's layers, in tokens before the query, or None."""
+    windows = [layer.sliding_window_size for layer in verify_layers(model)]
+    return max((window for window in windows if window not in (None, -1)), default=None)
+
+
+def is_scaled(layer: RadixAttention) -> bool:
+    """Returns whether a checkpoint asks to store K and V divided by scales other than 1.
+
+    With an FP8 checkpoint every layer has scales, whatever the dtype of the KV cache. Most are 1.
+    """
+    return any(scale not in (None, 1.0) for scale in (layer.k_scale_float, layer.v_scale_float))
+
+
+def applies_scales(layer: RadixAttention, kv_cache_dtype: torch.dtype) -> bool:
+    """Returns whether the pool and the tree ops apply a layer's scales. They do for MHA in float8 only."""
+    return kv_cache_dtype == torch.float8_e4m3fn and layer_shape(layer)[1:] != MLA_SHAPE
+
+
+def has_kernel(shape: tuple[int, int, int, int]) -> bool:
+    """Returns whether the tree ops have a kernel for a layer_shape()."""
+    _, _, d_qk, d_v = shape
+    return shape[1:] == MLA_SHAPE or (d_qk == d_v and d_qk in GQA_HEAD_SIZES)
+
+
+def not_covered(runner: ModelRunner) -> list[str]:
+    """Names what the tree ops cannot do of a target's attention.
+
+    Args:
+        runner: the target's.
+
+    Returns:
+        One phrase per gap; empty if the tree ops cover the model.
+    """
+    layers = verify_layers(runner.model)
+    gaps = [
+        f"attention of (h_q, h_kv, d_qk, d_v) = {shape}"
+        for shape in sorted({layer_shape(layer) for layer in layers if not has_kernel(layer_shape(layer))})
+    ]
+    if any(layer.xai_temperature_len > 0 for layer in layers):
+        gaps.append("attention temperature by position")
+    on_cuda = torch.device(runner.device).type == "cuda"
+    if on_cuda and runner.dtype not in (torch.bfloat16, torch.float16):
+        gaps.append(f"queries in {runner.dtype}")
+    if runner.kv_cache_dtype not in (runner.dtype, torch.float8_e4m3fn):
+        gaps.append(f"a KV cache in {runner.kv_cache_dtype}")
+    if any(is_scaled(layer) and not applies_scales(layer, runner.kv_cache_dtype) for layer in layers):
+        gaps.append(
+            f"scales of K and V other than 1 with this attention and a KV cache in {runner.kv_cache_dtype}"
+        )
+    return gaps
+
+
+def not_prefilled_by_torch(runner: ModelRunner) -> list[str]:
+    """Names what SGLang's torch backend (0.5.23) cannot prefill. It has no MLA and ignores the rest.
+
+    Args:
+        runner: the target's.
+
+    Returns:
+        One phrase per gap; empty if the backend prefills the model correctly.
+    """
+    layers = verify_layers(runner.model)
+    gaps = {
+        "MLA": runner.use_mla_backend,
+        "capped attention logits": any(layer.logit_cap for layer in layers),
+        "scales of K and V other than 1": any(
+            is_scaled(layer) and applies_scales(layer, runner.kv_cache_dtype) for layer in layers
+        ),
+    }
+    return [name for name, present in gaps.items() if present]

@@ -1,0 +1,34 @@
+"""Which requests DDTREE refuses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.runtime_context import get_spec
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+def refuse_request(req: Req) -> str | None:
+    """Says why DDTREE cannot answer a request exactly.
+
+    Args:
+        req: before it is queued. A refused request loses its custom logit processor.
+
+    Returns:
+        The reason, or None if the request is fine or another algorithm serves it.
+    """
+    if get_spec().speculative_algorithm != "DDTREE":
+        return None
+    if req.custom_logit_processor is not None:
+        # Upstream still runs one prefill of a refused request. If a processor raises there, the server stops.
+        req.custom_logit_processor = None
+        return (
+            "DDTREE does not support custom_logit_processor: it sees a request, not the path of a tree node."
+        )
+    if req.return_sampling_mask:
+        return "DDTREE does not support return_sampling_mask: it samples at every node of a tree."
+    if req.return_hidden_states:
+        return "DDTREE does not support return_hidden_states: the rows of a tree are not in output order."
+    return None

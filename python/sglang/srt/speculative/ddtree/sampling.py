@@ -1,0 +1,129 @@
+"""The target's token at every node: what constrains the logits, and how they are sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.utils.common import async_h2d
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import GrammarMask
+    from sglang.srt.layers.sampler import Sampler
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+# Logits that are penalized or sampled in one chunk. Penalties briefly take about five times their float32
+# size, sampling up to twelve times (808 MB on an H200, top-p in torch). A large batch at once would take
+# gigabytes, which a server with a full KV pool does not have.
+LOGITS_PER_CHUNK = 1 << 24
+
+
+def constrain(
+    logits: torch.Tensor,
+    sampling_info: SamplingBatchInfo | None,
+    grammar_mask: GrammarMask | None,
+    num_nodes: int,
+) -> None:
+    """Applies grammar and logit bias to the target's logits, in place and in upstream's order.
+
+    If they forbid every token at a node, token 0 stays allowed. That happens when the vocabulary cannot spell
+    what the grammar asks for, or when min_new_tokens reaches past the grammar's end. The grammar then refuses
+    token 0, and upstream ends this one request. Sampling from all -inf would give NaN and stop the server.
+
+    Args:
+        logits: [bs * N, vocabulary].
+        sampling_info: of the batch.
+        grammar_mask: covers all nodes.
+        num_nodes: N.
+    """
+    if grammar_mask is not None:
+        grammar_mask.apply(logits)
+    if sampling_info is not None and sampling_info.logit_bias is not None:
+        logits.view(-1, num_nodes, logits.shape[1]).add_(sampling_info.logit_bias[:, None].to(logits.dtype))
+    if grammar_mask is not None:
+        logits[:, 0].masked_fill_(logits.amax(-1) == -float("inf"), 0.0)
+
+
+def per_node_sampling_info(
+    sampling_info: SamplingBatchInfo, num_nodes: int
+) -> Callable[[slice | torch.Tensor], SamplingBatchInfo]:
+    """Repeats each request's sampling parameters for each of its nodes.
+
+    Args:
+        sampling_info: of the batch.
+        num_nodes: N.
+
+    Returns:
+        A function from a slice or an index into the bs * N nodes to the SamplingBatchInfo of these nodes. It
+        omits what constrain() and the penalties have applied already.
+    """
+    names = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
+    repeated = {
+        name: torch.repeat_interleave(values, num_nodes, dim=0, output_size=values.shape[0] * num_nodes)
+        for name in names
+        if (values := getattr(sampling_info, name)) is not None
+    }
+    applied = dict(
+        grammars=None,
+        grammar_mask=None,
+        logit_bias=None,
+        penalizer_orchestrator=None,
+        has_custom_logit_processor=False,
+    )
+    return lambda nodes: dataclasses.replace(
+        sampling_info, **applied, **{name: values[nodes] for name, values in repeated.items()}
+    )
+
+
+def target_tokens(
+    logits: torch.Tensor,
+    sampling_info: SamplingBatchInfo | None,
+    sampler: Sampler,
+    positions: torch.Tensor,
+    *,
+    sampled: list[int],
+    keep_logits: bool = False,
+) -> torch.Tensor:
+    """Picks the target's token at every node: the argmax, or one sample drawn by the server's own sampler.
+
+    This is what makes DDTREE lossless. The token at each node is a draw from p(. | path to the node), so the
+    tokens of the accepted path are distributed as in plain decoding.
+
+    Args:
+        logits: [bs * N, vocabulary]. The logits of sampled requests are overwritten.
+        sampling_info: of the batch; may be None if `sampled` is empty.
+        sampler: upstream's Sampler. It gets at most LOGITS_PER_CHUNK logits per call, because upstream's
+            memory reserve does not include its copies (probabilities, sorted values, indices, cumulative
+            sums).
+        positions: [bs * N] int64.
+        sampled: indices of the requests that are not greedy.
+        keep_logits: sample from copies, and overwrite nothing.
+
+    Returns:
+        [bs * N] int64.
+    """
+    if not sampled:
+        return torch.argmax(logits, dim=-1)
+    assert sampling_info is not None  # upstream makes one for every batch that samples
+    bs = len(sampling_info)
+    num_nodes = logits.shape[0] // bs
+    if len(sampled) == bs:
+        index, tokens = None, torch.empty_like(positions)
+    else:
+        requests = async_h2d(sampled, dtype=torch.int64, device=logits.device)
+        index = (requests[:, None] * num_nodes + torch.arange(num_nodes, device=logits.device)).flatten()
+        tokens = torch.argmax(logits, dim=-1)
+    info_of = per_node_sampling_info(sampling_info, num_nodes)
+    chunk = max(1, LOGITS_PER_CHUNK // logits.shape[1])
+    for start in range(0, len(sampled) * num_nodes, chunk):
+        nodes = slice(start, start + chunk)
+        nodes = nodes if index is None else index[nodes]
+        chosen = logits[nodes]
+        if keep_logits and index is None:  # an index copies already
+            chosen = chosen.clone()
+        output = LogitsProcessorOutput(next_token_logits=chosen)
+        tokens[nodes] = sampler(output, info_of(nodes), False, [], [], positions[nodes]).long()
+    return tokens

@@ -1,0 +1,335 @@
+"""Which server arguments DDTREE refuses, and how it fills in the rest.
+
+Upstream calls refuse_server_args() and then resolve_server_args() while it resolves the arguments, before it
+loads anything. The arguments are N (--speculative-num-draft-tokens, the nodes of the verify tree), F
+(--speculative-dflash-block-size, the positions of one draft pass) and K (--speculative-eagle-topk, the
+candidates per draft position).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang.srt.arg_groups.overrides import (
+    attention_backends_of,
+    model_config_of,
+    post_capture_kv_sizing_planned,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_NUM_NODES = 32
+DEFAULT_BLOCK_SIZE = 16  # for a drafter whose config has none
+DEFAULT_NUM_CANDIDATES = 8
+DEFAULT_MAX_RUNNING_REQUESTS = 48  # DFLASH's own default in 0.5.23
+
+CPU_DRAFT_BACKEND = "ddtree"
+BASE_BACKENDS = {"cuda": "triton", "cpu": "torch_native"}  # what tree verify wraps
+DRAFT_BACKENDS = {"cuda": "triton", "cpu": CPU_DRAFT_BACKEND}
+PREFILL_BACKENDS = {
+    "cuda": ("triton", "flashinfer", "fa3", "fa4", "trtllm_mha", "trtllm_mla", "flashmla", "torch_native"),
+    "cpu": ("torch_native",),
+}
+# Why some other backends cannot prefill for DDTREE. Backends that are in neither table are for other devices.
+SPARSE = "it keeps more than K and V per token, and DDTREE would not move the rest with the accepted KV"
+NOT_SPECULATIVE = "SGLang does not support it with speculative decoding"
+DECODES_ONLY = "it only decodes, and trtllm_mla prefills for it"
+UNFIT_BACKENDS = {
+    **dict.fromkeys(("dsa", "nsa", "qsa", "dsv4", "compressed", "minicpm_flashattn", "minicpm_flashinfer"), SPARSE),
+    **dict.fromkeys(("flex_attention", "hpc_ops"), NOT_SPECULATIVE),
+    **dict.fromkeys(("cutedsl_mla", "tokenspeed_mla"), DECODES_ONLY),
+    "llada2_cfg_flashinfer": "it serves diffusion language models",
+}  # fmt: skip
+
+
+class Refusal(NamedTuple):
+    """An argument of which DDTREE serves some values only.
+
+    Attributes:
+        field: of ServerArgs; the flag is spelled alike.
+        served: the values that DDTREE serves. None is an argument that is not given.
+        reason: why not the others.
+    """
+
+    field: str
+    served: tuple[object, ...]
+    reason: str
+
+    def check(self, args: ServerArgs) -> None:
+        """Raises ValueError if the argument has another value."""
+        value = getattr(args, self.field)
+        if value in self.served:
+            return
+        expected = " or ".join(repr(served) for served in self.served if served is not None) or "no value"
+        raise ValueError(
+            f"DDTREE: {_flag(self.field)}: expected {expected}, got {value!r}: {self.reason}. Leave it out, "
+            "or serve without DDTREE."
+        )
+
+
+REFUSALS = (
+    Refusal("pp_size", (1,), "the drafter reads target layers of every pipeline stage"),
+    Refusal("attn_cp_size", (1,), "a tree is not split over context-parallel ranks"),
+    Refusal("dcp_size", (1,), "a tree is not split over context-parallel ranks"),
+    Refusal("enable_dp_attention", (False,), "idle ranks would need empty trees"),
+    Refusal("enable_two_batch_overlap", (False,), "the trees of a batch are not split with it"),
+    Refusal("enable_pdmux", (False,), "the verify graph is captured for one stream"),
+    Refusal("enable_unified_memory", (False,), "its pool moves whole pages, not single slots"),
+    Refusal("enable_watermark", (False,), "a watermark hashes one chain of tokens, not the paths of a tree"),
+    Refusal("enable_return_routed_experts", (False,), "they do not move with the accepted KV"),
+    Refusal("enable_return_indexer_topk", (False,), "it does not move with the accepted KV"),
+    Refusal("speculative_accept_threshold_single", (1.0,), "DDTREE is lossless"),
+    Refusal("speculative_accept_threshold_acc", (1.0,), "DDTREE is lossless"),
+    Refusal("speculative_use_rejection_sampling", (False,), "no draft probability is used"),
+    Refusal("speculative_num_steps", (1, None), "one pass drafts --speculative-dflash-block-size positions"),
+    Refusal("speculative_token_map", (None,), "the drafter proposes from the whole vocabulary"),
+    Refusal("speculative_adaptive", (False,), "the verify graphs have one width"),
+    Refusal("speculative_draft_window_size", (None,), "the drafter uses the target's slots"),
+    Refusal("disaggregation_mode", ("null",), "the drafter's KV is not transferred"),
+    Refusal("enable_deterministic_inference", (False,), "tree verify is not batch-invariant"),
+)  # fmt: skip
+DEVICE_REFUSALS = {
+    "cuda": (
+        Refusal("speculative_draft_attention_backend", ("triton", None), "others read the draft block as a tree"),
+    ),
+    "cpu": (
+        Refusal("speculative_draft_attention_backend", (CPU_DRAFT_BACKEND, None), "no other runs on a CPU"),
+        Refusal("speculative_ddtree_verify", ("native",), "Triton does not run on a CPU"),
+    ),
+}  # fmt: skip
+
+
+def refuse_server_args(args: ServerArgs) -> None:
+    """Refuses arguments that DDTREE cannot serve. It changes nothing.
+
+    Args:
+        args: the server's arguments.
+
+    Raises:
+        ValueError: names the argument, what DDTREE supports and what came.
+    """
+    device = _device(args)
+    if device not in BASE_BACKENDS:
+        raise ValueError(
+            f"DDTREE: --device: expected one of {sorted(BASE_BACKENDS)}, got {args.device!r}: the tree ops "
+            "have no other build."
+        )
+    if args.speculative_draft_model_path is None:
+        raise ValueError(
+            "DDTREE: --speculative-draft-model-path: expected the path of a DFlash drafter, got none: DDTREE "
+            "has no drafter of its own."
+        )
+    if args.grammar_backend == "outlines":
+        raise ValueError(
+            "DDTREE: --grammar-backend: expected a backend whose grammars can step back from one tree node "
+            "to another (xgrammar, llguidance), got 'outlines'."
+        )
+    for refusal in (*REFUSALS, *DEVICE_REFUSALS[device]):
+        refusal.check(args)
+
+
+def resolve_server_args(args: ServerArgs) -> None:
+    """Fills in the arguments that DDTREE decides.
+
+    Args:
+        args: the server's arguments, after refuse_server_args().
+
+    Raises:
+        ValueError: a width, an attention backend or a memory need that DDTREE cannot serve.
+    """
+    choose_attention_backends(args)
+    resolve_widths(args)
+    force_single_kv_pool(args)
+    if args.device == "cpu":
+        # Upstream's overlap scheduling needs device streams.
+        args.disable_overlap_schedule = True
+    if args.max_running_requests is None:
+        args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+    reserve_verify_memory(args)
+
+
+def choose_attention_backends(args: ServerArgs) -> None:
+    """Lets the user's backend prefill, and gives verify and drafter the backends that DDTREE needs.
+
+    Upstream calls everything but prefill decoding. Under speculation, that is the target's verify. Upstream
+    has already derived what the user's backend needs (page size, graphs). Without a named backend, the base
+    backend prefills too.
+
+    Args:
+        args: the server's arguments.
+
+    Raises:
+        ValueError: a backend that cannot prefill for DDTREE, or a decoding backend other than the base.
+    """
+    device = _device(args)
+    base, fit = BASE_BACKENDS[device], PREFILL_BACKENDS[device]
+    asked = args._raw_input
+    decode = asked["decode_attention_backend"]
+    if decode not in (None, base):
+        raise ValueError(
+            f"DDTREE: --decode-attention-backend: expected {base!r} on {device}, got {decode!r}: tree verify "
+            "reads the KV metadata of the first. Only prefill can use another backend: "
+            "--prefill-attention-backend."
+        )
+    field = "prefill_attention_backend" if asked["prefill_attention_backend"] else "attention_backend"
+    named = asked[field]
+    prefill, _ = attention_backends_of(args)  # as upstream has resolved it
+    if named is None and prefill not in UNFIT_BACKENDS:  # an unfit one is all that the model supports
+        prefill = base
+    for value in (named or prefill, prefill):
+        if value not in fit:
+            raise ValueError(
+                f"DDTREE: {_flag(field)}: expected one of {list(fit)} on {device}, got {value!r}: "
+                f"{UNFIT_BACKENDS.get(value, 'it is for another device or was never tried')}. Without this "
+                f"argument, {base} prefills."
+            )
+    drafter = DRAFT_BACKENDS[device]
+    args.attention_backend = args.prefill_attention_backend = prefill
+    args.decode_attention_backend = base
+    args.speculative_attention_mode = "decode"  # sends the verify to the decoding backend, not to prefill's
+    args.speculative_draft_attention_backend = drafter
+    logger.info(
+        "DDTREE: prefill runs on %s, verify wraps %s, the drafter runs on %s.", prefill, base, drafter
+    )
+
+
+def resolve_widths(args: ServerArgs) -> None:
+    """Fills in N, F and K from the arguments, the drafter's config and the defaults.
+
+    F is at most N. The 2N slots that the scheduler reserves for a request then hold a committed path (F) and
+    the next tree (N).
+
+    Args:
+        args: the server's arguments.
+
+    Raises:
+        ValueError: a width outside the limits of the tree ops.
+    """
+    # Here and not above: the plug-in is imported by every process, and this import loads the op libraries.
+    from sgl_kernel.ddtree import MAX_CANDIDATES, MAX_DEPTH, MAX_NODES
+
+    block_size = args.speculative_dflash_block_size or _drafter_block_size(args)
+    num_nodes = args.speculative_num_draft_tokens or max(DEFAULT_NUM_NODES, block_size)
+    num_candidates = args.speculative_eagle_topk or DEFAULT_NUM_CANDIDATES
+    for flag, value, low, high in (
+        ("--speculative-num-draft-tokens", num_nodes, 2, MAX_NODES),
+        ("--speculative-dflash-block-size", block_size, 2, MAX_DEPTH + 1),
+        ("--speculative-eagle-topk", num_candidates, 1, MAX_CANDIDATES),
+    ):
+        if not low <= value <= high:
+            raise ValueError(
+                f"DDTREE: {flag}: expected {low} to {high}, got {value}: the tree ops support no more."
+            )
+    if block_size > num_nodes:
+        logger.warning(
+            "DDTREE: a tree of %d nodes is at most %d deep: the drafter drafts %d positions instead of %d.",
+            num_nodes,
+            num_nodes - 1,
+            num_nodes,
+            block_size,
+        )
+        block_size = num_nodes
+    prefixes = sum(num_candidates**depth for depth in range(1, block_size))
+    if prefixes + 1 < num_nodes:
+        logger.warning(
+            "DDTREE: %d candidates at each of %d positions give %d nodes and the root: the verify tree has "
+            "%d nodes instead of %d.",
+            num_candidates,
+            block_size - 1,
+            prefixes,
+            prefixes + 1,
+            num_nodes,
+        )
+        num_nodes = prefixes + 1
+    args.speculative_num_steps = 1
+    args.speculative_eagle_topk = num_candidates
+    args.speculative_dflash_block_size = block_size
+    args.speculative_num_draft_tokens = num_nodes
+
+
+def force_single_kv_pool(args: ServerArgs) -> None:
+    """Gives all layers one KV pool.
+
+    Upstream gives layers with a sliding window a pool of their own, with slots of their own. Accepted KV is
+    moved by slot, the same slot in every layer. In the single pool, every layer keeps the KV of the whole
+    context.
+
+    Args:
+        args: the server's arguments.
+    """
+    if model_config_of(args).is_hybrid_swa:
+        logger.warning(
+            "DDTREE: sets --disable-hybrid-swa-memory. Layers with a sliding window now keep the KV of the "
+            "whole context, so the pool holds fewer tokens than without DDTREE."
+        )
+    args.disable_hybrid_swa_memory = True
+
+
+def reserve_verify_memory(args: ServerArgs) -> None:
+    """Lowers the default of --mem-fraction-static by what a verify needs beyond upstream's reserve.
+
+    Upstream (0.5.23) reserves 1.5 MB of activations per token of a prefill chunk, and little for a decoding
+    graph. A verify has bs * N tokens and needs their logits twice: in the model's dtype, and in float32 where
+    the graphs write them. A fraction that the user named stays. It also stays if the KV pool is sized after
+    graph capture, because the measurement then includes all of this.
+
+    Args:
+        args: the server's arguments, with widths and --max-running-requests resolved.
+
+    Raises:
+        ValueError: the verify needs more than upstream leaves for weights and KV cache.
+    """
+    from sglang.srt.utils.common import get_device_memory_capacity
+
+    if _device(args) != "cuda" or args._raw_input["mem_fraction_static"] is not None:
+        return
+    capacity = get_device_memory_capacity(args.device)  # MB
+    if capacity is None or post_capture_kv_sizing_planned(args):
+        return
+    tokens = args.max_running_requests * args.speculative_num_draft_tokens
+    chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else args.max_prefill_tokens
+    logits = tokens * model_config_of(args).vocab_size * (4 + 2) / (1 << 20)
+    needed = logits + 1.5 * max(0, tokens - max(chunk, 2048))
+    fraction = round(args.mem_fraction_static - needed / capacity, 3)
+    if fraction <= 0:
+        raise ValueError(
+            "DDTREE: --max-running-requests x --speculative-num-draft-tokens: expected a verify that leaves "
+            f"room for the model, got {args.max_running_requests} x {args.speculative_num_draft_tokens}, "
+            f"which needs {needed:.0f} of {capacity:.0f} MB: lower one of them, or set --mem-fraction-static."
+        )
+    logger.info(
+        "DDTREE: --mem-fraction-static is %.3f instead of %.3f: the verify of %d nodes needs %.0f MB.",
+        fraction,
+        args.mem_fraction_static,
+        tokens,
+        needed,
+    )
+    args.mem_fraction_static = fraction
+
+
+def _device(args: ServerArgs) -> str:
+    """The device's type, without an index."""
+    return args.device.split(":")[0]
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _drafter_block_size(args: ServerArgs) -> int:
+    """The drafter's own F, from its config."""
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    config = get_config(
+        args.speculative_draft_model_path,
+        trust_remote_code=args.trust_remote_code,
+        revision=args.speculative_draft_model_revision,
+        model_override_args=json.loads(args.json_model_override_args),
+    )
+    return parse_dflash_draft_config(draft_hf_config=config).resolve_block_size(default=DEFAULT_BLOCK_SIZE)

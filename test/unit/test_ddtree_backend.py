@@ -1,0 +1,312 @@
+"""The attention of the verify pass on a CPU: masks, graph buffers, and what the tree ops get."""
+
+import unittest
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from sgl_kernel.ddtree import ancestor_mask, ancestor_words
+from sglang.srt.layers.attention import triton_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.ddtree_backend import (
+    TorchNativeTreeVerify,
+    TreeVerifyMixin,
+    chain_ancestors,
+    with_per_request_graph_buffers,
+    with_tree_verify,
+)
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.ddtree.coverage import not_covered
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+register_cpu_ci(est_time=20, suite="unit")
+
+
+class TestBlockMask(CustomTestCase):
+    def test_chain_ancestors(self):
+        for num_nodes in (1, 5, 64, 65, 130):
+            for causal in (True, False):
+                words = chain_ancestors(num_nodes, causal, "cpu")
+                self.assertEqual(words.shape, (num_nodes, ancestor_words(num_nodes)))
+                seen = ancestor_mask(words, num_nodes).long()
+                expected = torch.ones(num_nodes, num_nodes, dtype=torch.int64)
+                self.assertTrue(torch.equal(seen, expected.tril() if causal else expected))
+
+
+class TestFullMask(CustomTestCase):
+    """The base backend's mask, also if requests have passed the context and the host does not know yet."""
+
+    num_nodes, context = 70, 100
+
+    def setUp(self):
+        class Base(AttentionBackend):
+            def init_cuda_graph_state(self, max_bs, max_num_tokens):
+                self._verify_mask = maybe_create_verify_mask(
+                    is_draft_runner=False, skip_prefill=False, max_bs=max_bs, num_draft_tokens=TestFullMask.num_nodes,
+                    max_context_len=TestFullMask.context, device="cpu", is_read=True, dtype=torch.uint8,
+                )  # fmt: skip
+
+            def init_forward_metadata(self, forward_batch):
+                pass
+
+            def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+                pass
+
+        generator = torch.Generator().manual_seed(3)
+        self.bits = torch.randint(2, (2 * self.num_nodes, self.num_nodes), generator=generator)
+        place = torch.ones((), dtype=torch.int64) << torch.arange(64)
+        padded = torch.nn.functional.pad(self.bits, (0, 128 - self.num_nodes))
+        self.words = (padded.view(-1, 2, 64) * place).sum(-1)
+        self.backend = type("Backend", (TreeVerifyMixin, Base), {})()
+        runner = SimpleNamespace(
+            device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(3, self.context + 141))
+        )
+        self.backend._init_tree(runner=runner, mode="triton", num_nodes=self.num_nodes)
+
+    def batch(self, prefix_lens):
+        bs = len(prefix_lens)
+        return SimpleNamespace(
+            forward_mode=SimpleNamespace(is_target_verify=lambda: True),
+            spec_info=SimpleNamespace(
+                ancestors=self.words[: bs * self.num_nodes], draft_token_num=self.num_nodes, custom_mask=None
+            ),
+            batch_size=bs,
+            seq_lens=torch.tensor(prefix_lens),
+            req_pool_indices=torch.arange(bs),
+        )
+
+    def check(self, mask, prefix_lens):
+        start = 0
+        for i, prefix in enumerate(prefix_lens):
+            cells = self.num_nodes * (prefix + self.num_nodes)
+            tree = mask[start : start + cells].view(self.num_nodes, -1)[:, prefix:]
+            self.assertTrue(
+                torch.equal(tree.long(), self.bits[i * self.num_nodes : (i + 1) * self.num_nodes])
+            )
+            start += cells
+
+    def test_without_a_graph(self):
+        for prefix_lens in ([7, 31], [self.context + self.num_nodes] * 2):
+            batch = self.batch(prefix_lens)
+            self.backend.init_forward_metadata(batch)
+            self.check(batch.spec_info.custom_mask, prefix_lens)
+
+    def test_in_a_graph(self):
+        self.backend.init_cuda_graph_state(2, 2 * self.num_nodes)
+        for prefix_lens in ([self.context + self.num_nodes] * 2, [7, 31], [5]):
+            self.backend.init_forward_metadata_out_graph(self.batch(prefix_lens))
+            self.check(self.backend._verify_mask.buffer, prefix_lens)
+
+
+class TestGraphBuffers(CustomTestCase):
+    """What the graphs of upstream's Triton backend reserve. The class is upstream's; no device is needed."""
+
+    context, requests, window = 1000, 4, 32
+
+    def backend(self, *, num_nodes=None, mode="native", **attributes):
+        """The target's wrapped backend for trees of `num_nodes` nodes, or the drafter's if None."""
+        backend = TritonAttnBackend.__new__(TritonAttnBackend)
+        backend.__dict__ |= dict(
+            device="cpu", dllm_attention=None, num_head=2, max_kv_splits=8, v_head_dim=64, swa_v_head_dim=None,
+            lean_total_programs=1, lean_block_m=16, max_context_len=self.context, num_draft_tokens=num_nodes,
+            is_draft_runner=num_nodes is None, skip_prefill=False, sliding_window_size=self.window,
+            use_sliding_window_kv_pool=False, target_verify_num_tokens_per_req=num_nodes,
+        ) | attributes  # fmt: skip
+        for name in ("kv_indptr", "window_kv_indptr", "qo_indptr", "mask_indptr"):
+            setattr(backend, name, torch.zeros(self.requests + 1, dtype=torch.int64))
+        table = torch.zeros(self.requests + 1, self.context + 2 * (num_nodes or 0) + 1, dtype=torch.int32)
+        runner = SimpleNamespace(
+            device="cpu", model=torch.nn.ModuleList(), dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16,
+            req_to_token_pool=SimpleNamespace(req_to_token=table), prefill_attention_backend_str="triton",
+            model_config=SimpleNamespace(num_hidden_layers=2),
+        )  # fmt: skip
+        if num_nodes is None:
+            return with_per_request_graph_buffers(backend, runner)
+        return with_tree_verify(backend, runner, mode=mode, num_nodes=num_nodes)
+
+    def reserved(self, num_nodes, **options):
+        """Bytes of the buffers that init_cuda_graph_state makes."""
+        backend = self.backend(num_nodes=num_nodes, **options)
+        before = set(backend.__dict__)
+        backend.init_cuda_graph_state(self.requests, self.requests * (num_nodes or 8))
+        made = [value for name, value in backend.__dict__.items() if name not in before]
+        return sum(value.nbytes for value in made if isinstance(value, torch.Tensor))
+
+    def test_nodes_do_not_multiply_them(self):
+        """Apart from its ancestor words, a node only lengthens the longest prefix of each request."""
+        few, many = self.reserved(8), self.reserved(64)
+        slots = (
+            self.requests * 2 * (64 - 8) * 8
+        )  # two trees more per request, int64; and again for the window
+        self.assertEqual(many - few, 2 * slots)
+        self.assertLess(many, 4 * self.requests * self.context * 8)
+
+    def test_the_drafter_has_them_per_request(self):
+        self.assertLess(self.reserved(None), 4 * self.requests * self.context * 8)
+
+    def test_native_has_no_mask(self):
+        for mode, expected in (("native", False), ("triton", True), ("validate", True)):
+            backend = self.backend(num_nodes=8, mode=mode)
+            backend.init_cuda_graph_state(self.requests, self.requests * 8)
+            self.assertEqual(backend._verify_mask is not None, expected)
+            self.assertEqual(backend.num_draft_tokens, 8)
+
+    def test_the_longest_prefixes_fit(self):
+        """Also if requests have passed the context, and the host does not know yet that they have ended."""
+        num_nodes = 8
+        backend = self.backend(num_nodes=num_nodes)
+        backend.init_cuda_graph_state(self.requests, self.requests * num_nodes)
+        lens = torch.full((self.requests,), self.context + num_nodes)
+
+        class Translator:
+            def pack_read_stream(self, plan, *, req_pool_indices, seq_lens, indptr, out):
+                for r, length in enumerate(seq_lens.tolist()):
+                    out[indptr[r] : indptr[r + 1]] = torch.arange(length) + 10_000 * r
+
+        backend.kv_index_translator = Translator()
+        backend.token_to_kv_pool = None
+        spec_info = SimpleNamespace(custom_mask=None, num_tokens_per_req=num_nodes)
+        window = None, None, None, torch.zeros(self.requests, dtype=torch.int32)
+        with patch.object(triton_backend, "update_sliding_window_buffer", lambda *args, **options: window):
+            backend._update_target_verify_buffers(
+                None, self.requests, lens, spec_info, torch.arange(self.requests)
+            )
+        indptr, slots = backend.kv_indptr, backend.cuda_graph_kv_indices
+        for r in range(self.requests):
+            own = slots[indptr[r] : indptr[r + 1]]
+            self.assertEqual(own.tolist(), list(range(10_000 * r, 10_000 * r + self.context + num_nodes)))
+
+
+class TestTreeAttention(CustomTestCase):
+    """What the wrapper passes to the ops, on a CPU: GQA with 4 and 2 heads, or MLA with 2 query heads."""
+
+    num_nodes, prefix = 5, 7
+
+    def check(self, *, mla=False, sinks=None, store=torch.float32, scales=None):
+        """Writes KV and attends to it as a layer does, and compares with softmax attention.
+
+        Args:
+            store: dtype of the KV cache.
+            scales: of K and V, as in a layer of an FP8 checkpoint.
+        """
+        heads, kv_heads, d_qk, d_v = (2, 1, 576, 512) if mla else (4, 2, 64, 64)
+        end = self.prefix + self.num_nodes
+        common = dict(
+            size=end, page_size=1, dtype=store, layer_num=1, device="cpu", enable_memory_saver=False
+        )
+        pool = (
+            MLATokenToKVPool(**common, kv_lora_rank=512, qk_rope_head_dim=64)
+            if mla
+            else MHATokenToKVPool(**common, head_num=kv_heads, head_dim=d_qk)
+        )
+        layer = RadixAttention(heads, d_qk, d_qk**-0.5, num_kv_heads=kv_heads, layer_id=0, v_head_dim=d_v)
+        if scales is not None:
+            layer.k_scale, layer.v_scale = (torch.tensor(scale) for scale in scales)
+            layer.k_scale_float, layer.v_scale_float = scales
+        generator = torch.Generator().manual_seed(5)
+        q, k, v = (
+            torch.randn(n, h, d, generator=generator)
+            for n, h, d in ((self.num_nodes, heads, d_qk), (end, kv_heads, d_qk), (end, kv_heads, d_v))
+        )
+        if mla:
+            v = k[..., :d_v]
+        runner = SimpleNamespace(
+            device="cpu",
+            model=torch.nn.ModuleList([layer]),
+            dtype=torch.float32,
+            kv_cache_dtype=store,
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, end)),
+        )
+        self.assertEqual(not_covered(runner), [])
+        backend = TorchNativeTreeVerify.__new__(TorchNativeTreeVerify)
+        backend._init_tree(runner=runner, mode="native", num_nodes=self.num_nodes)
+        backend.token_to_kv_pool = pool
+        backend.tree_ancestors = chain_ancestors(self.num_nodes, True, "cpu")
+        backend.tree_prefix_lens = torch.tensor([self.prefix], dtype=torch.int32)
+        backend.tree_qo_indptr = torch.tensor([0, self.num_nodes], dtype=torch.int32)
+        backend.tree_kv_indptr = torch.tensor([0, self.prefix], dtype=torch.int32)
+        backend.tree_kv_indices = torch.arange(self.prefix)
+        batch = SimpleNamespace(spec_info=SimpleNamespace(draft_token_num=self.num_nodes))
+        for slots in (torch.arange(self.prefix), torch.arange(self.prefix, end)):  # the nodes' own last
+            batch.out_cache_loc = slots
+            with get_parallel().override(dcp_enabled=False):
+                backend._write_kv(k[slots].clone(), v[slots].clone(), layer, batch)
+        options = {} if sinks is None else dict(sinks=sinks)
+        o = backend._tree_attention(q, layer, batch, **options).view(self.num_nodes, heads, d_v)
+
+        group = heads // kv_heads
+        keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+        logits = torch.einsum("thd,shd->ths", q, keys) * d_qk**-0.5
+        seen = torch.ones(self.num_nodes, end, dtype=torch.bool).tril(self.prefix)
+        logits = logits.masked_fill(~seen[:, None], -float("inf"))
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.float()[None, :, None].expand(self.num_nodes, -1, 1)], -1)
+        expected = torch.einsum("ths,shd->thd", logits.softmax(-1)[..., :end], values)
+        # float8 has three bits of mantissa: an error of at most 6% in K and V, which the softmax averages.
+        tolerance = dict(atol=0.15, rtol=0) if store == torch.float8_e4m3fn else dict(atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(o, expected, **tolerance)
+
+    def test_plain(self):
+        for mla in (False, True):
+            self.check(mla=mla)
+
+    def test_sinks_in_bfloat16(self):
+        """gpt-oss keeps them in bfloat16, and the op takes float32."""
+        self.check(sinks=torch.tensor([0.5, 2.0, -1.0, 4.0], dtype=torch.bfloat16))
+
+    def test_scales_of_an_fp8_checkpoint(self):
+        """Scales of 1 work with every cache. Other scales work if the pool divides by them."""
+        for mla in (False, True):
+            for store in (torch.float32, torch.float8_e4m3fn):
+                with self.subTest(mla=mla, store=store):
+                    self.check(mla=mla, store=store, scales=(1.0, 1.0))
+        self.check(store=torch.float8_e4m3fn, scales=(0.5, 0.25))
+
+
+class TestWithTreeVerify(CustomTestCase):
+    def test_it_shares_the_state_of_the_backend(self):
+        """Upstream may hold the backend from before, and checks its type."""
+        backend = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
+        runner = SimpleNamespace(
+            prefill_attention_backend_str="fa3", model=torch.nn.Module(), device="cpu",
+            dtype=torch.float32, kv_cache_dtype=torch.float32,
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 1)),
+        )  # fmt: skip
+        wrapped = with_tree_verify(backend, runner, mode="native", num_nodes=8)
+        self.assertIsInstance(wrapped, TorchNativeAttnBackend)
+        wrapped.forward_metadata = "new"
+        self.assertEqual(backend.forward_metadata, "new")
+
+    def test_what_torch_cannot_prefill_is_refused(self):
+        layer = RadixAttention(4, 64, 1.0, num_kv_heads=2, layer_id=0, logit_cap=50.0)
+        runner = SimpleNamespace(
+            use_mla_backend=True, prefill_attention_backend_str="torch_native", kv_cache_dtype=torch.float32,
+            model=torch.nn.ModuleList([layer]),
+        )  # fmt: skip
+        with self.assertRaisesRegex(
+            ValueError,
+            "^DDTREE: --prefill-attention-backend: .* MLA and capped attention logits.* got 'torch_native'",
+        ):
+            with_tree_verify(None, runner, mode="native", num_nodes=8)
+
+    def test_a_split_backend_that_cannot_be_wrapped_is_refused(self):
+        """Upstream's HybridAttnBackend, with an unknown decoding half."""
+        split = HybridAttnBackend.__new__(HybridAttnBackend)
+        split.decode_backend = SimpleNamespace()
+        runner = SimpleNamespace(
+            prefill_attention_backend_str="fa3", model=torch.nn.Module(), device="cpu",
+            dtype=torch.float32, kv_cache_dtype=torch.float32,
+        )  # fmt: skip
+        with self.assertRaisesRegex(ValueError, "^DDTREE: target model: .* SimpleNamespace"):
+            with_tree_verify(split, runner, mode="native", num_nodes=8)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,40 @@
+"""Which requests DDTREE refuses, through the seam in upstream's validate_dflash_request."""
+
+import unittest
+from types import SimpleNamespace
+
+from ddtree_case import ArgumentsCase
+from sglang.srt.runtime_context import publish
+from sglang.srt.speculative.dflash_utils import validate_dflash_request
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=12, suite="unit")
+
+
+class TestRequests(ArgumentsCase):
+    def request(self, **parameters):
+        neutral = dict(custom_logit_processor=None, return_sampling_mask=False, return_hidden_states=False)
+        return SimpleNamespace(**neutral | parameters)
+
+    def test_refused_by_name_through_the_seam(self):
+        publish(self.resolve(), role="scheduler")
+        self.assertIsNone(validate_dflash_request(self.request(), False))
+        for name, value in (
+            ("custom_logit_processor", "x"), ("return_sampling_mask", True), ("return_hidden_states", True),
+        ):  # fmt: skip
+            with self.subTest(name):
+                self.assertIn(name, validate_dflash_request(self.request(**{name: value}), False))
+
+    def test_a_refused_processor_does_not_run(self):
+        publish(self.resolve(), role="scheduler")
+        request = self.request(custom_logit_processor="x")
+        validate_dflash_request(request, False)
+        self.assertIsNone(request.custom_logit_processor)
+
+    def test_other_algorithms_are_left_alone(self):
+        publish(self.resolve(speculative_algorithm=None, speculative_draft_model_path=None), role="scheduler")
+        self.assertIsNone(validate_dflash_request(self.request(custom_logit_processor="x"), False))
+
+
+if __name__ == "__main__":
+    unittest.main()
