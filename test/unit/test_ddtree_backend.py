@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from sgl_kernel.ddtree import ancestor_mask, ancestor_words
+from sgl_kernel.ddtree import ancestor_mask, ancestor_words, pack_ancestors
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.ddtree_backend import (
@@ -61,9 +61,7 @@ class TestFullMask(CustomTestCase):
 
         generator = torch.Generator().manual_seed(3)
         self.bits = torch.randint(2, (2 * self.num_nodes, self.num_nodes), generator=generator)
-        place = torch.ones((), dtype=torch.int64) << torch.arange(64)
-        padded = torch.nn.functional.pad(self.bits, (0, 128 - self.num_nodes))
-        self.words = (padded.view(-1, 2, 64) * place).sum(-1)
+        self.words = pack_ancestors(self.bits.bool())
         self.backend = type("Backend", (TreeVerifyMixin, Base), {})()
         runner = SimpleNamespace(
             device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(3, self.context + 141))

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
-from sgl_kernel.ddtree import ancestor_mask, ancestor_words, verify_gqa, verify_mla, verify_workspace
+from sgl_kernel.ddtree import (
+    ancestor_mask,
+    ancestor_words,
+    pack_ancestors,
+    verify_gqa,
+    verify_mla,
+    verify_workspace,
+)
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -40,8 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WORD_BITS = 64  # of an ancestor word
-
 
 def chain_ancestors(num_nodes: int, causal: bool, device: torch.device | str) -> torch.Tensor:
     """Makes the ancestor words of a block that is no tree.
@@ -54,12 +59,8 @@ def chain_ancestors(num_nodes: int, causal: bool, device: torch.device | str) ->
     Returns:
         [num_nodes, words] int64.
     """
-    seen = torch.ones(num_nodes, ancestor_words(num_nodes) * WORD_BITS, dtype=torch.bool)
-    seen[:, num_nodes:] = False
-    if causal:
-        seen = seen.tril()
-    bit = torch.ones((), dtype=torch.int64) << torch.arange(WORD_BITS)
-    return (seen.view(num_nodes, -1, WORD_BITS) * bit).sum(-1).to(device)
+    seen = torch.ones(num_nodes, num_nodes, dtype=torch.bool)
+    return pack_ancestors(seen.tril() if causal else seen).to(device)
 
 
 class TreeVerifyMixin(AttentionBackend):
@@ -391,10 +392,10 @@ def with_tree_verify(
     Raises:
         ValueError: tree verify cannot wrap the backend, or nothing covers the model's attention.
     """
-    if runner.prefill_attention_backend_str == "torch_native" and (gaps := not_prefilled_by_torch(runner)):
+    if runner.prefill_attention_backend_str == "torch_native" and (wanted := not_prefilled_by_torch(runner)):
         raise ValueError(
-            f"DDTREE: --prefill-attention-backend: expected a backend that supports {' and '.join(gaps)}, "
-            "such as 'triton' on CUDA, got 'torch_native'."
+            "DDTREE: --prefill-attention-backend: expected a backend that supports "
+            f"{' and '.join(wanted)}, such as 'triton' on CUDA, got 'torch_native'."
         )
     if isinstance(backend, HybridAttnBackend):
         backend.decode_backend = with_tree_verify(

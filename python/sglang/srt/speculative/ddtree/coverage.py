@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from sgl_kernel.ddtree import GQA_HEAD_SIZES
+from sgl_kernel.ddtree import GQA_HEAD_SIZES, MLA_HEAD_SIZES
 from sglang.srt.layers.radix_attention import RadixAttention
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-MLA_SHAPE = (1, 576, 512)  # of verify_mla(): h_kv, d_qk, d_v
+MLA_SHAPE = (1, *MLA_HEAD_SIZES)  # h_kv, d_qk and d_v of verify_mla()
 
 
 def verify_layers(model: torch.nn.Module) -> list[RadixAttention]:

@@ -48,12 +48,12 @@ UNFIT_BACKENDS = {
 
 
 class Refusal(NamedTuple):
-    """An argument of which DDTREE serves some values only.
+    """An argument for which DDTREE serves only some values.
 
     Attributes:
-        field: of ServerArgs; the flag is spelled alike.
-        served: the values that DDTREE serves. None is an argument that is not given.
-        reason: why not the others.
+        field: of ServerArgs. The flag has the same name.
+        served: the values that DDTREE serves. None means that the argument is not given.
+        reason: why DDTREE does not serve the others.
     """
 
     field: str
@@ -77,7 +77,7 @@ REFUSALS = (
     Refusal("attn_cp_size", (1,), "a tree is not split over context-parallel ranks"),
     Refusal("dcp_size", (1,), "a tree is not split over context-parallel ranks"),
     Refusal("enable_dp_attention", (False,), "idle ranks would need empty trees"),
-    Refusal("enable_two_batch_overlap", (False,), "the trees of a batch are not split with it"),
+    Refusal("enable_two_batch_overlap", (False,), "trees are not split with their batch"),
     Refusal("enable_pdmux", (False,), "the verify graph is captured for one stream"),
     Refusal("enable_unified_memory", (False,), "its pool moves whole pages, not single slots"),
     Refusal("enable_watermark", (False,), "a watermark hashes one chain of tokens, not the paths of a tree"),
@@ -173,7 +173,7 @@ def choose_attention_backends(args: ServerArgs) -> None:
     if decode not in (None, base):
         raise ValueError(
             f"DDTREE: --decode-attention-backend: expected {base!r} on {device}, got {decode!r}: tree verify "
-            "reads the KV metadata of the first. Only prefill can use another backend: "
+            f"reads the KV metadata of {base}. Only prefill can use another backend: "
             "--prefill-attention-backend."
         )
     field = "prefill_attention_backend" if asked["prefill_attention_backend"] else "attention_backend"
@@ -255,7 +255,7 @@ def resolve_widths(args: ServerArgs) -> None:
 def force_single_kv_pool(args: ServerArgs) -> None:
     """Gives all layers one KV pool.
 
-    Upstream gives layers with a sliding window a pool of their own, with slots of their own. Accepted KV is
+    Upstream gives layers with a sliding window a separate pool with separate slots. Accepted KV is
     moved by slot, the same slot in every layer. In the single pool, every layer keeps the KV of the whole
     context.
 
@@ -313,16 +313,17 @@ def reserve_verify_memory(args: ServerArgs) -> None:
 
 
 def _device(args: ServerArgs) -> str:
-    """The device's type, without an index."""
+    """Returns the type of the device, without an index."""
     return args.device.split(":")[0]
 
 
 def _flag(field: str) -> str:
+    """Returns the flag that sets a field of ServerArgs."""
     return "--" + field.replace("_", "-")
 
 
 def _drafter_block_size(args: ServerArgs) -> int:
-    """The drafter's own F, from its config."""
+    """Returns the F of the drafter's config."""
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
     from sglang.srt.utils.hf_transformers_utils import get_config
 
