@@ -45,6 +45,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask, draft_tp_context
 
 if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import GrammarMask
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
@@ -393,26 +394,15 @@ class DDTreeWorker(DFlashWorkerV2):
         """Picks the target's token at each node, and follows the drafted tokens that equal it.
 
         Args:
-            step: of the batch.
-            trees: of bs requests.
-            positions: [bs * N] int64, of the nodes.
+            step, trees, positions: as in _verify().
             logits: [bs * N, vocabulary] of the target. Penalties and masks are applied in place.
-            grammar_tree: the trees on the host, if a request has a grammar.
-            grammar_barrier: upstream's; grammars wait for it until the previous step's tokens are accepted.
+            grammar_tree, grammar_barrier: as in _grammar_mask().
 
         Returns:
             The target's tokens, [bs * N] int64, and what each request emits.
         """
         batch, info, pool_rows = step.batch, step.batch.sampling_info, step.batch.req_pool_indices
-        grammar_mask = None
-        if grammar_tree is not None:
-            grammar_mask = build_grammar_vocab_mask(
-                reqs=batch.reqs,
-                tree=grammar_tree,
-                sampling_info=info,
-                device=logits.device,
-                barrier=grammar_barrier,
-            )
+        grammar_mask = self._grammar_mask(batch, grammar_tree, grammar_barrier)
         penalized = self.penalties.options(batch.reqs)
         if penalized is not None:
             self.penalties.apply(logits, penalized, info, pool_rows, trees, positions)
@@ -432,6 +422,29 @@ class DDTreeWorker(DFlashWorkerV2):
         if penalized is not None:
             self.penalties.count(pool_rows, accepted.tokens, accepted.lengths)
         return target, accepted
+
+    def _grammar_mask(
+        self, batch: ScheduleBatch, tree: GrammarTree | None, barrier: Any
+    ) -> GrammarMask | None:
+        """Builds the mask of the tokens that grammars allow at each node. It waits for the trees' copy.
+
+        Args:
+            batch: of the step.
+            tree: the trees on the host, or None if no request has a grammar.
+            barrier: upstream's. Grammars wait for it until the previous step's tokens are accepted.
+
+        Returns:
+            The mask, or None without a tree.
+        """
+        if tree is None:
+            return None
+        return build_grammar_vocab_mask(
+            reqs=batch.reqs,
+            tree=tree,
+            sampling_info=batch.sampling_info,
+            device=self.device,
+            barrier=barrier,
+        )
 
     def _commit(self, step: Step, hidden: torch.Tensor, accepted: Accepted) -> None:
         """Moves the accepted KV to the front of the window, and gives the drafter the path's hidden states.
