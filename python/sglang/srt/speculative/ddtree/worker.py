@@ -24,14 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
-from sglang.srt.runtime_context import (
-    get_exec,
-    get_observability,
-    get_parallel,
-    get_schedule,
-    get_serving,
-    get_spec,
-)
+from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_serving, get_spec
 from sglang.srt.speculative.ddtree.coverage import kv_shapes, widest_window
 from sglang.srt.speculative.ddtree.kv_pool import kv_buffers
 from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader
@@ -179,7 +172,7 @@ class DDTreeWorker(DFlashWorkerV2):
         request's row.
         """
         table = pool.req_to_token
-        width = self.model_runner.model_config.context_len + 2 * self.num_nodes + get_schedule().page_size
+        width = self.model_runner.model_config.context_len + 2 * self.num_nodes + self.page_size
         if width > table.shape[1]:
             pool.req_to_token = table.new_zeros(table.shape[0], width)
             self.model_runner.init_kv_index_translator()  # it holds the table
