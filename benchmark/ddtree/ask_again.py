@@ -1,8 +1,8 @@
-"""Asks again for the tokens of a load that were furthest from plain decoding's first choice: near-ties or mistakes?
+"""Asks again for the tokens of a load that were furthest from the first choice: near-ties or mistakes?
 
-For each token, float32 on the CPU says how far it is from the first choice. Then plain decoding and DDTREE answer the same
-prefix again, together with 0 to 15 other requests and starting 0 to 29 tokens earlier, so that its logits come from other batch
-shapes. Only answers that reach the token through the same tokens count.
+For each token, float32 on the CPU says how far it is from the first choice. Then plain decoding and DDTREE
+answer the same prefix again, together with 0 to 15 other requests and starting 0 to 29 tokens earlier, so
+that its logits come from other batch shapes. Only answers that reach the token through the same tokens count.
 
     python -m benchmark.ddtree.ask_again --model DIR --drafter DIR --prompts prompts.json --load LOAD.json --output TIES.json
 """
@@ -34,8 +34,8 @@ def ask(
         others: prompts that are answered at the same time.
 
     Returns:
-        Whether the token came, and its gap to the first choice (None: the token is not among the first eight). None if the
-        answer reached the place through other tokens.
+        Whether the token came, and its gap to the first choice (None: the token is not among the first
+        eight). None if the answer reached the place through other tokens.
     """
     options = {"temperature": 0, "ignore_eos": True}
     start = len(ids) - (tokens - 1)

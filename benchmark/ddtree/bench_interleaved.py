@@ -1,7 +1,7 @@
 """Compares servers on a host that runs other work too: each prompt goes to one server after the other.
 
-All servers are up. The order rotates from prompt to prompt, so other work on the host slows all of them alike. One request runs
-at a time.
+All servers are up. The order rotates from prompt to prompt, so other work on the host slows all of them
+alike. One request runs at a time.
 
     python -m benchmark.ddtree.bench_interleaved --model DIR --drafter demo/SmolLM2-135M-DFlash --output RESULTS.json
 """

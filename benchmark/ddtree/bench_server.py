@@ -1,14 +1,14 @@
-"""Measures speed, accept length and exactness of servers over HTTP: plain decoding, DFLASH, and DDTREE at several widths.
+"""Measures speed, accept length and exactness of servers over HTTP: plain decoding, DFLASH, DDTREE.
 
 The servers start side by side and are measured one after another while the others are idle.
 
     python -m benchmark.ddtree.make_prompts --model DIR --output prompts.json
     python -m benchmark.ddtree.bench_server --model DIR --drafter DIR --prompts prompts.json --output RESULTS.json
 
-Exactness: the greedy answers to all prompts are compared with plain decoding's, token by token. In addition one prefill of the
-plain server over prompt and answer judges each token. Its gap is the logit of the first choice minus the logit of the answer's
-token. In bfloat16 two logits are often equal or one rounding apart, and the shape of the batch decides which wins. So plain
-decoding's own answers are judged in the same way, for comparison.
+It compares the greedy answers to all prompts with plain decoding's, token by token. In addition one prefill
+of the plain server over prompt and answer judges each token. Its gap is the logit of the first choice minus
+the logit of the answer's token. In bfloat16 two logits are often equal or one rounding apart, and the shape
+of the batch decides which wins. So plain decoding's own answers are judged in the same way, for comparison.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def plain_of(case: str) -> str:
 def judge(
     plain: Server, prompts: list[list[int]], expected: list[list[int]], outputs: list[list[int]]
 ) -> dict:
-    """Compares answers with plain decoding's, and counts their tokens that are not plain decoding's first choice.
+    """Compares answers with plain decoding's, and counts the tokens that are not its first choice.
 
     Args:
         plain: server that decodes plainly.

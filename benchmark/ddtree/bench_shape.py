@@ -1,12 +1,13 @@
-"""Measures the time of a decode step of a target of realistic size: plain decoding, DFLASH and DDTREE. Weights are random.
+"""Measures the time of a decode step of a target of realistic size, with random weights.
 
-A step of the demo model consists of kernel launches and host time. A large target is bound by the bandwidth of its weights. A
-verify of N nodes reads them once, as plain decoding does for one token. With random weights the drafter knows nothing of the
-target, so every algorithm emits about one token per step. Only the time of a step means something here.
+A step of the demo model consists of kernel launches and host time. A large target is bound by the bandwidth
+of its weights. A verify of N nodes reads them once, as plain decoding does for one token. With random weights
+the drafter knows nothing of the target, so every algorithm emits about one token per step. Only the time of a
+step means something here.
 
-It runs engines (support.engine) with graphs and overlap scheduling, without HTTP and tokenizer. A few engines start at a time
-and are measured one after another while the others are idle. The time of a step is the difference between a long and a short
-answer divided by the difference in steps, so prefill is not in it.
+It runs engines (support.engine) with graphs and overlap scheduling, without HTTP and tokenizer. A few engines
+start at a time and are measured one after another while the others are idle. The time of a step is the
+difference between a long and a short answer divided by the difference in steps, so prefill is not in it.
 
     PYTHONPATH=test python -m benchmark.ddtree.bench_shape --output RESULTS.json
 """
@@ -51,7 +52,7 @@ def write_configs(
     vocabulary: int,
     drafter_layers: int,
 ) -> dict[str, str]:
-    """Writes the configs of a target and a drafter, without weights; returns the engine arguments that name them."""
+    """Writes the configs of a target and a drafter; returns the engine arguments that name them."""
     common = dict(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads,
         head_dim=hidden // heads, vocab_size=vocabulary, max_position_embeddings=32768, rms_norm_eps=1e-5,

@@ -1,6 +1,7 @@
-"""Measures speed and accept length of plain decoding, DFLASH and DDTREE at several widths and batch sizes, without HTTP.
+"""Measures speed and accept length of plain decoding, DFLASH and DDTREE without HTTP.
 
-It runs engines (support.engine) with graphs and overlap scheduling. HTTP, tokenizer and detokenizer are not in the time.
+It runs engines (support.engine) with graphs and overlap scheduling. HTTP, tokenizer and detokenizer are not
+in the time.
 
     PYTHONPATH=test python -m benchmark.ddtree.bench_steps --model DIR --drafter DIR --prompts prompts.json --output RESULTS.json
 """
@@ -90,7 +91,7 @@ def main() -> None:
     if cuda:
         spec["speculative_draft_attention_backend"] = "triton"
     cases = {("none", None, None): plain}
-    # Upstream's DFLASH does not run on a CPU. With one candidate per position DDTREE's tree is DFLASH's chain.
+    # Upstream's DFLASH does not run on a CPU. DDTREE's tree with one candidate per position is its chain.
     cases["chain", None, "native"] = spec | dict(speculative_algorithm="DDTREE", speculative_eagle_topk=1)
     if cuda:
         cases["DFLASH", None, None] = spec | dict(speculative_algorithm="DFLASH")

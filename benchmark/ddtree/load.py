@@ -1,13 +1,13 @@
 """Runs mixed load on a DDTREE server for a given time: does anything crash, leak or answer wrongly?
 
-The load has short and long prompts, T = 0 and 1, regex and JSON grammars, stop strings, n = 2, logprobs, streams, clients that
-hang up, and requests that are aborted. With --pool 5120 the KV pool is too small for all of them. At the same time a plain server
-judges each token of every greedy answer by one prefill (see bench_server.py). Afterwards the load that the server reports must be
-what it was before.
+The load has short and long prompts, T = 0 and 1, regex and JSON grammars, stop strings, n = 2, logprobs,
+streams, clients that hang up, and requests that are aborted. With --pool 5120 the KV pool is too small for
+all of them. At the same time a plain server judges each token of every greedy answer by one prefill (see
+bench_server.py). Afterwards the load that the server reports must be what it was before.
 
-In a 16-bit type a token can be a near-tie of the first choice, and how often and how far depends on the model. So plain decoding
-answers some of the same requests too, and is judged in the same way. DDTREE's tokens must not miss the first choice more often
-than plain decoding's, and none by more than --tolerance.
+In a 16-bit type a token can be a near-tie of the first choice, and how often and how far depends on the
+model. So plain decoding answers some of the same requests too, and is judged in the same way. DDTREE's tokens
+must not miss the first choice more often than plain decoding's, and none by more than --tolerance.
 
     python -m benchmark.ddtree.load --model DIR --drafter DIR --prompts prompts.json --seconds 540 --output RESULTS.json
 
@@ -76,7 +76,7 @@ def plan(number: int, prompts: list[list[int]], longest: int) -> dict:
 
 
 class Judge:
-    """Asks a plain server, during the load, how far each token of a greedy answer is from its own first choice.
+    """Asks a plain server, during the load, how far each greedy token is from its own first choice.
 
     Args:
         plain: server that decodes plainly.

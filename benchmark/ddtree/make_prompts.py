@@ -1,8 +1,8 @@
-"""Writes the token ids of the 260 evaluation prompts (HumanEval's 164 and 96 chat questions) in the target's chat template.
+"""Writes the token ids of the evaluation prompts: HumanEval's 164 problems and 96 chat questions.
 
     python -m benchmark.ddtree.make_prompts --model DIR --output prompts.json
 
-The demo's drafter was not trained on these prompts.
+The prompts are in the target's chat template. The demo's drafter was not trained on them.
 """
 
 from __future__ import annotations

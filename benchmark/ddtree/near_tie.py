@@ -1,8 +1,8 @@
-"""Prints the float32 logits of both tokens wherever an answer in a results file differs from plain decoding's.
+"""Prints the float32 logits of both tokens where an answer in a results file differs from plain decoding's.
 
-bfloat16 logits from 8 to 16 are 0.0625 apart, those from 16 to 32 are 0.125 apart. Rounding decides between two tokens that
-are closer than that, and rounding depends on the shape of the batch. The prefix is decoded greedily in float32; where it comes
-out differently, the output says so.
+bfloat16 logits from 8 to 16 are 0.0625 apart, those from 16 to 32 are 0.125 apart. Rounding decides between
+two tokens that are closer than that, and rounding depends on the shape of the batch. The prefix is decoded
+greedily in float32; where it comes out differently, the output says so.
 
     python -m benchmark.ddtree.near_tie --model DIR --prompts benchmark/ddtree/prompts.json --results RESULTS.json
 """

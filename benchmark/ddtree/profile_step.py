@@ -1,7 +1,7 @@
-"""Shows where the time of a decode step goes: kernels on the device and operators on the host, for DFLASH and DDTREE.
+"""Shows where the time of a decode step goes, for DFLASH and DDTREE: kernels and host operators.
 
-It profiles an engine (support.engine) with one request, graphs and overlap scheduling. A profiler slows the host down, so read
-shares, not speeds.
+It profiles an engine (support.engine) with one request, graphs and overlap scheduling. A profiler slows the
+host down, so read shares, not speeds.
 
     PYTHONPATH=test python -m benchmark.ddtree.profile_step --model DIR --drafter DIR --prompts prompts.json
 """

@@ -17,7 +17,7 @@ def origin(args: argparse.Namespace) -> dict[str, str]:
     """Says where the numbers of a results file come from.
 
     Args:
-        args: parsed arguments of a measurement, with `device` and `commit` (of this repository; None: ask git).
+        args: parsed arguments of a measurement, with `device` and `commit` (None: ask git).
 
     Returns:
         `gpu` (on a CPU `host`), `torch`, `commit` and `command`.

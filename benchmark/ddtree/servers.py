@@ -81,7 +81,7 @@ def flags(case: str, drafter: str) -> list[str]:
 
 
 def device_flags(device: str, requests_at_once: int) -> list[str]:
-    """The flags that all servers of a measurement share. There are few graph sizes, because capturing takes time."""
+    """The flags that all servers of a measurement share. Few graph sizes, because capturing takes time."""
     common = [
         "--device", device, "--sampling-backend", "pytorch", "--skip-server-warmup", "--random-seed", "1",
         "--log-level", "warning", "--sleep-on-idle", "--max-running-requests", str(requests_at_once),
@@ -121,7 +121,7 @@ class Server:
             )
 
     def wait(self, deadline: float) -> bool:
-        """Waits until the server is healthy. Returns False if it dies or `deadline` (of time.monotonic()) passes."""
+        """Waits until the server is healthy. Returns False if it dies or `deadline` (monotonic) passes."""
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 return False
@@ -167,10 +167,10 @@ class Server:
     def gaps(self, prompt: list[int], output: list[int], *, session=requests) -> list[float]:
         """How far each output token is from the first choice of this server after the same tokens.
 
-        One prefill over prompt and output judges every token by its own prefix, so tokens after a near-tie count too.
+        One prefill over prompt and output judges every token by its own prefix, even after a near-tie.
 
         Returns:
-            For each output token, the logit of the most likely token minus the logit of the output's. 0: the first choice.
+            For each output token, the first choice's logit minus the token's. 0: it is the first choice.
         """
         answer = self.generate(
             prompt + output, session=session, return_logprob=True, top_logprobs_num=1,

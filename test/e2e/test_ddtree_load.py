@@ -1,4 +1,4 @@
-"""Mixed load on DDTREE: nothing crashes, no KV slot leaks, and every greedy answer equals plain decoding's."""
+"""Mixed load on DDTREE: nothing crashes, no KV slot leaks, greedy answers equal plain decoding's."""
 
 import random
 import unittest
@@ -15,7 +15,7 @@ REGEX = r"\[[01](,[01])*\]"
 
 
 def schedule(seed: int) -> list[dict]:
-    """Plans requests of every kind. Arrivals and aborts are turns of the event loop; an abort is a turn or None."""
+    """Plans requests of every kind. Arrival and abort are turns of the event loop (abort: or None)."""
     draw = random.Random(seed)
     planned = []
     for _ in range(REQUESTS):
@@ -45,8 +45,8 @@ def serve(engine, planned):
     """Runs the plan.
 
     Returns:
-        The output tokens of each greedy request that was not aborted, by its place in the plan. Then the free slots before
-        and after.
+        The output tokens of each greedy request that was not aborted, by its place in the plan. Then the free
+        slots before and after.
     """
     free, turn, requests = engine.free_slots(), 0, []
     running = {}

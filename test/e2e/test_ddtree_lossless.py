@@ -1,4 +1,4 @@
-"""DDTREE emits what plain decoding emits: the same tokens when greedy, the same distribution when sampling."""
+"""DDTREE emits what plain decoding emits: the same tokens if greedy, the same distribution if sampling."""
 
 import tempfile
 import unittest
@@ -86,7 +86,7 @@ class TestTensorParallel(CustomTestCase):
 
 
 def answer_twice(engine):
-    """Asks for a prompt and then for the prompt with most of its answer, whose KV comes from the radix cache."""
+    """Asks for a prompt, then for the prompt with most of its answer, whose KV is in the radix cache."""
     prompt = PROMPTS[4]
     (first,) = engine.generate([prompt], temperature=0, max_new_tokens=40, ignore_eos=True)
     answer = list(first.output_ids)[:40]
@@ -159,7 +159,7 @@ def answers_with_stop_tokens(engine):
 
 
 class _Windows:
-    """A job with a target whose layers 0 and 2 have a window of 16 tokens that its config does not mention, as Laguna's.
+    """A job with a target whose layers 0 and 2 have a window of 16 tokens that its config does not mention.
 
     Returns the greedy answers, and the window that the target's runner gives its attention backends.
     """
@@ -211,7 +211,7 @@ class TestFeatures(DDTreeCase):
         self.assertEqual(tree, plain)
 
     def test_stops_inside_a_path(self):
-        """The first stop ends the answer: a string of several tokens, an expression, a token or the length."""
+        """The first stop ends the answer: a string of several tokens, a regex, a token or the length."""
         arguments = {"skip_tokenizer_init": False}
         plain, _ = run_engine(self.plain | arguments | {"disable_overlap_schedule": True}, stop_everywhere)
         tree, inside = run_engine(self.tree | self.arguments | arguments, stop_everywhere)
@@ -229,7 +229,7 @@ class TestFeatures(DDTreeCase):
                 self.assertRegex(text.removesuffix("</s>"), f"^{REGEX}$")
 
     def test_grammar_that_allows_no_token(self):
-        """Its request ends and no other. Sampling from a row without a possible token would end the server."""
+        """Only its own request ends. Sampling from a row without a possible token would end the server."""
         arguments = {"skip_tokenizer_init": False, "grammar_backend": "xgrammar"}
         *constrained, free = run_engine(self.tree | self.arguments | arguments, exhaust_grammar)
         for text, reason in constrained:
@@ -238,7 +238,7 @@ class TestFeatures(DDTreeCase):
         self.assertEqual(free[1], "length")
 
     def test_logprobs(self):
-        """Input and output: the token's own log-probability, the three largest, and those of two given tokens."""
+        """For input and output: the token's own, the three largest, and those of two given tokens."""
         plain, tree = self.both(logprobs)
         for (tokens, values), (tree_tokens, tree_values) in zip(plain, tree):
             self.assertEqual(tree_tokens, tokens)

@@ -1,6 +1,6 @@
 """Prefill and verify on different attention backends in one engine.
 
-A CPU has only one backend. So the test registers a second instance of it under the name of SGLang's intel_amx.
+A CPU has only one backend. So the test registers a second instance of it as SGLang's intel_amx.
 """
 
 import unittest
@@ -23,8 +23,10 @@ def greedy(engine) -> Greedy:
 
 
 class _Split:
-    """A job on an engine with a split backend. It returns the greedy answers, the class of the backend, and for each half
-    its class and the forward modes that it has seen.
+    """A job on an engine with a split backend.
+
+    It returns the greedy answers, the class of the backend, and for each half its class and the forward modes
+    that it has seen.
     """
 
     def before(self):

@@ -32,7 +32,7 @@ class TestServerCpu(CustomTestCase):
     def setUpClass(cls):
         folder = demo_model.prepare(demo_model.default_folder())
         cls.model = folder.name
-        # Neither SGLANG_USE_CPU_ENGINE nor --device: the server must choose the CPU engine without being told.
+        # Neither SGLANG_USE_CPU_ENGINE nor --device: the server must find the CPU engine itself.
         environment = {k: v for k, v in os.environ.items() if k != "SGLANG_USE_CPU_ENGINE"}
         os.environ.clear()
         os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""DDTREE on a CUDA device with prefill on another attention backend: torch's, and FlashInfer's where it is installed."""
+"""DDTREE on a CUDA device with prefill on another backend: torch's, and FlashInfer's if it is installed."""
 
 import importlib.util
 import unittest
@@ -78,7 +78,7 @@ class TestPrefillBackendCuda(unittest.TestCase):
         if isinstance(result, RuntimeError):
             self.fail(f"{name}: {result}")
         self.assertEqual(result[2], ["HybridAttnBackend", prefill, "DDTreeTritonAttnBackend"])
-        # The judge's prefix was written by Triton and the answer's by another backend. TIE covers only one rounding.
+        # Triton wrote the judge's prefix, another backend the answer's. TIE covers only one rounding.
         tie = None if variant == "fp8" else 2 * TIE
         assert_first_choices(self, name, result[0], self.gaps[variant], least_accepted, tie)
 

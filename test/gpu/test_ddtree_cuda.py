@@ -1,4 +1,4 @@
-"""DDTREE on a CUDA device against plain decoding, with graphs and overlap scheduling, in every verify mode."""
+"""DDTREE on a CUDA device against plain decoding: graphs, overlap scheduling, every verify mode."""
 
 import json
 import time
@@ -67,7 +67,7 @@ class _WrongKernel:
 
 
 class _WithoutExperts:
-    """Runs a job on a gpt-oss whose experts are one function without weights. Their kernels are not under test."""
+    """Runs a job on a gpt-oss whose experts are one function without weights. No test is about experts."""
 
     def __init__(self, job):
         self.job = job
@@ -89,7 +89,7 @@ class _WithoutExperts:
 
 
 class _Judge:
-    """A job for plain decoding: greedy(), and the gaps of all answers (see support.answers), its own under "plain".
+    """A job for plain decoding. It returns the gaps of all answers (see support.answers), its own as "plain".
 
     Args:
         answers: JSON file with the other engines' answers by name. The job waits for it.
@@ -118,8 +118,8 @@ class TestDDTreeCuda(unittest.TestCase):
         nodes_130 = tree | dict(speculative_num_draft_tokens=130, speculative_eagle_topk=12, page_size=16)
         mla = dict(model_path=write_mla_target(folder))
         fp8 = dict(kv_cache_dtype="fp8_e4m3")
-        # The layers of an FP8 checkpoint have KV scales. They are 1 unless the checkpoint holds others, and only an fp8
-        # cache uses them.
+        # The layers of an FP8 checkpoint have KV scales. They are 1 unless the checkpoint holds others, and
+        # only an fp8 cache uses them.
         unscaled = dict(model_path=write_fp8_target(target, folder / "unscaled"))
         scaled = dict(model_path=write_fp8_target(target, folder / "scaled", k_scale=0.5, v_scale=0.25)) | fp8
         sinks = dict(
@@ -215,7 +215,7 @@ class TestDDTreeCuda(unittest.TestCase):
         self.agree("scaled", 30, plain="scaled plain", tie=None)
 
     def test_sinks_and_sliding_windows(self):
-        """A prefill judges: SGLang 0.5.23's Triton decode kernel sees one token less of a window than its prefill does."""
+        """The judge is a prefill: the Triton decode kernel of SGLang 0.5.23 sees one token less of a window."""
         self.agree("sinks", 20, plain="sinks plain")
 
     def test_no_overlap(self):
@@ -234,7 +234,7 @@ class TestDDTreeCuda(unittest.TestCase):
         self.assertLess(value, 0.05)  # the outputs are bfloat16 numbers below 4
 
     def test_a_wrong_kernel_is_reported_from_replays(self):
-        """The error, its layer and its request are found in graph replays, where none of our Python runs in a layer."""
+        """The error, its layer and its request are found in replays, where none of our Python runs."""
         self.agree("wrong", 50)  # `validate` serves the base backend's result
         value, layer, request = self.result("wrong")[1]
         self.assertAlmostEqual(value, ERROR, delta=0.1)

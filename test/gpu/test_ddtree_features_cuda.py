@@ -1,6 +1,6 @@
-"""DDTREE on a CUDA device: what test/e2e checks on a CPU, here in bfloat16 with graphs and overlap scheduling.
+"""DDTREE on a CUDA device: the checks of test/e2e in bfloat16, with graphs and overlap scheduling.
 
-bfloat16 rounds logits, so greedy tokens are judged by their distance from the first choice (see support.answers).
+bfloat16 rounds logits, so greedy tokens are judged by their gap to the first choice (see support.answers).
 """
 
 import unittest
@@ -23,7 +23,7 @@ register_cuda_ci(est_time=420, suite="gpu")
 
 
 class OnCuda(DDTreeCase):
-    """Engines on CUDA. The target's weights are bfloat16 numbers, so that float32 definitions describe the same model."""
+    """Engines on CUDA. All weights are bfloat16 numbers, so a definition in float32 is of the same model."""
 
     @classmethod
     def setUpClass(cls):
@@ -66,12 +66,12 @@ class TestPenaltiesCuda(PenaltyChecks, OnCuda):
 
 
 class TestSamplingCuda(SamplingChecks, OnCuda):
-    """top-p, top-k and min-p differ from the CPU's tests, so that rounding rarely decides which tokens they cut off.
+    """top-p, top-k and min-p differ from the CPU's tests, so that rounding rarely decides what they cut off.
 
     With the CPU's values, likely tokens are within 0.012 (in the logit) of the bounds.
     """
 
-    # Rounding moves unlikely tokens past a bound. Plain decoding in bfloat16 on a CPU has 14 such answers in 1,200.
+    # Rounding moves unlikely tokens past a bound. Plain decoding in bfloat16 on a CPU: 14 of 1,200 answers.
     outside = 0.03
 
     def test_top_p(self):

@@ -1,6 +1,7 @@
-"""DDTREE's memory on a CUDA device: sampling takes a bounded part of the logits' size, graph buffers one prefix per request.
+"""DDTREE's memory on a CUDA device: bounded for sampling, one prefix per request for graph buffers.
 
-Written without care, sampling would copy bs * N * vocabulary logits several times, and graph buffers would hold bs * N prefixes.
+Written without care, sampling would copy bs * N * vocabulary logits several times, and graph buffers would
+hold bs * N prefixes.
 """
 
 import unittest
@@ -37,8 +38,9 @@ def peaks(engine):
     """Measures sampling and the graph buffers.
 
     Returns:
-        The bytes that sampling takes in addition to the logits, by case and by the number of greedy requests. Then the sizes
-        of the slot buffers that the graphs of target and drafter read, in units of the slots of one request.
+        The bytes that sampling takes in addition to the logits, by case and by the number of greedy requests.
+        Then the sizes of the slot buffers that the graphs of target and drafter read, in units of the slots
+        of one request.
     """
     from sglang.srt.speculative.ddtree.sampling import target_tokens
 

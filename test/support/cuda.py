@@ -18,8 +18,8 @@ def greedy(engine: Engine) -> tuple[Greedy, tuple[float, int, str] | None]:
     """Answers PROMPTS greedily and samples a few tokens afterwards. The free slots are counted after both.
 
     Returns:
-        The greedy answers, and the largest difference that verify mode `validate` found, with its layer and request.
-        None in other modes.
+        The greedy answers, and the largest difference that verify mode `validate` found, with its layer and
+        request. None in other modes.
     """
     found = engine.greedy(PROMPTS, TOKENS)
     engine.generate(PROMPTS[:3], temperature=1.0, top_p=0.9, min_p=0.05, max_new_tokens=16, ignore_eos=True)

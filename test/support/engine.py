@@ -1,4 +1,4 @@
-"""An engine in this process: SGLang's scheduler, the model and DDTREE, without HTTP and without a tokenizer process."""
+"""An engine in this process: SGLang's scheduler and model, without HTTP and without a tokenizer process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Greedy(NamedTuple):
 
 
 class Engine:
-    """Upstream's Scheduler without its processes and sockets. Requests go in, finished `Req` objects come out.
+    """Upstream's Scheduler without its processes and sockets. Prompts go in, finished `Req` objects come out.
 
     A process can hold one engine only, as a server's process does: see support.processes.
 
@@ -95,7 +95,7 @@ class Engine:
         return self._created.pop()
 
     def generate(self, prompts: list[list[int]], **options: Any) -> list[Req]:
-        """Runs one request per prompt to its end in upstream's own event loop. `options` are those of submit()."""
+        """Runs one request per prompt to its end in upstream's event loop. `options`: see submit()."""
         return self.finish([self.submit(prompt, **options) for prompt in prompts])
 
     def greedy(self, prompts: list[list[int]], tokens: int) -> Greedy:
@@ -119,8 +119,8 @@ class Engine:
             outputs: an answer to each prompt, from any engine.
 
         Returns:
-            For each token of each output, the first choice's logit minus the token's. 0 means that the token is the first
-            choice. A value near 0 is a tie, which is common in bfloat16.
+            For each token of each output, the first choice's logit minus the token's. 0 means that the token
+            is the first choice. A value near 0 is a tie, which is common in bfloat16.
         """
         everything = self.scheduler.model_config.vocab_size
         requests = self.finish([
@@ -147,8 +147,8 @@ class Engine:
 
         Args:
             requests: from submit().
-            each_turn: called at every turn of the loop. It may abort requests and may submit more and append them to
-                `requests`. It returns whether it has submitted the last one.
+            each_turn: called at every turn of the loop. It may abort requests and may submit more and append
+                them to `requests`. It returns whether it has submitted the last one.
 
         Returns:
             `requests`.

@@ -164,7 +164,7 @@ def write_mla_target(folder: Path, *, seed: int = 3, nope: int = 64, value: int 
 
 
 def write_fp8_target(target: str, folder: Path, **scales: float) -> str:
-    """Writes the target of write_models() as an FP8 checkpoint. Its linear layers keep their weights and their type.
+    """Writes the target of write_models() as an FP8 checkpoint. Its linear layers keep their type.
 
     Args:
         target: folder of that target.
@@ -197,7 +197,8 @@ def write_fp8_target(target: str, folder: Path, **scales: float) -> str:
 def write_gpt_oss_target(folder: Path, *, seed: int = 4) -> str:
     """Writes a random gpt-oss with attention sinks and a window of 32 tokens in layers 0 and 2, in bfloat16.
 
-    The experts have no weights, so the engine must replace them. The drafter of write_models() fits this target.
+    The experts have no weights, so the engine must replace them. The drafter of write_models() fits this
+    target.
 
     Args:
         folder: folder to write the model's folder into.

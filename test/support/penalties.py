@@ -22,7 +22,7 @@ PENALTIES: tuple[dict[str, Any], ...] = (
 
 
 def penalize(logits: torch.Tensor, output: list[int], options: dict[str, Any]) -> torch.Tensor:
-    """Applies penalties to the logits of one position, by the definition in sglang.srt.speculative.ddtree.penalties.
+    """Applies penalties to the logits of one position, by the definition in DDTREE's penalties.py.
 
     Args:
         logits: [vocabulary].
@@ -82,9 +82,9 @@ def answer_with_penalties(engine: Engine) -> tuple[list[list[int]], int, int]:
 class PenaltyChecks:
     """Test methods for a DDTreeCase. They compare greedy answers with the definition.
 
-    Plain decoding follows the definition only without overlap scheduling and without retractions. With overlap it counts
-    one step late, and after a retraction it forgets its counts. Where a request combines the repetition penalty with the
-    others, upstream applies them in an order that varies by process.
+    Plain decoding follows the definition only without overlap scheduling and without retractions. With
+    overlap it counts one step late, and after a retraction it forgets its counts. Where a request combines
+    the repetition penalty with the others, upstream applies them in an order that varies by process.
     """
 
     @classmethod

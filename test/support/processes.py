@@ -1,4 +1,4 @@
-"""Processes that run one engine each. A process can hold a single engine, so each configuration gets its own."""
+"""Processes that run one engine each. A process can hold only one, so each configuration gets its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _ports = random.SystemRandom().sample(range(24000, 32000), 8000)  # below the ep
 def unused_port() -> int:
     """A TCP port that nobody listens on. This process never hands it out twice.
 
-    Children bind their port long after they start. Without this, children that start together would pick the same one.
+    Children bind their port long after they start. Without this, children that start together would pick the
+    same one.
 
     Raises:
         RuntimeError: no port is free.
@@ -41,13 +42,13 @@ def unused_port() -> int:
 class EngineProcess:
     """A child process that creates an engine and runs a job on it.
 
-    On a CPU the child is forked, so that SGLang's imports (twenty seconds) are paid only once, by the parent. CUDA does not
-    survive a fork, so with `device="cuda"` the child is spawned and imports for itself.
+    On a CPU the child is forked, so that SGLang's imports (twenty seconds) are paid only once, by the parent.
+    CUDA does not survive a fork, so with `device="cuda"` the child is spawned and imports for itself.
 
     Args:
         arguments: of Engine.
-        job: called as job(engine, *args). If it has a method `before`, that is called before the engine is created. With
-            CUDA it must pickle.
+        job: called as job(engine, *args). If it has a method `before`, that is called before the engine is
+            created. With CUDA it must pickle.
         args: further arguments of the job.
     """
 
@@ -55,7 +56,7 @@ class EngineProcess:
         arguments = {"nccl_port": unused_port()} | arguments
         forked = arguments.get("device", "cpu") == "cpu"
         if forked:
-            import sglang.srt.managers.scheduler  # noqa: F401  before the fork, so that children need not import it
+            import sglang.srt.managers.scheduler  # noqa: F401  before the fork, for all children
             import sglang.srt.models.registry  # noqa: F401
             import sglang.srt.speculative.dflash_worker_v2  # noqa: F401
 
@@ -99,7 +100,7 @@ def _run(pipe: Any, arguments: dict[str, Any], job: Job, args: tuple[Any, ...]) 
 
 
 def run_engine(arguments: dict[str, Any], job: Job, *args: Any) -> Any:
-    """Runs a job on an engine in a child process and returns its result. The arguments are those of EngineProcess."""
+    """Runs a job on an engine in a child process; returns its result. Arguments as for EngineProcess."""
     return EngineProcess(arguments, job, *args).result()
 
 

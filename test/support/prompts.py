@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def patterned_prompts(lengths: Iterable[int]) -> list[list[int]]:
-    """One prompt per length. Prompts differ, repeat no short pattern, and hold no special token (ids 3 to 15)."""
+    """One prompt per length. All differ, repeat no short pattern and hold no special token (ids 3 to 15)."""
     return [[3 + (7 * i + 5 * j * j) % 13 for j in range(length)] for i, length in enumerate(lengths)]
 
 

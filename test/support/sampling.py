@@ -28,12 +28,12 @@ def filtered(
 
 
 class SamplingChecks:
-    """Test methods for a DDTreeCase. They compare sampled triples of tokens with the exact distribution, by chi-square.
+    """Test methods for a DDTreeCase. They compare sampled tokens with the exact distribution, by chi-square.
 
-    transformers computes the exact distribution. There are 1200 answers per case, and cells with fewer than 5 expected
-    answers are pooled. The threshold is the quantile 1 - 1e-5, so a run of seven cases fails by chance once in 14,000. An
-    emitter that falls back to greedy in one step of ten would exceed the threshold with a probability above 0.99
-    (test_power checks it).
+    transformers computes the exact distribution. There are 1200 answers per case, and cells with fewer than 5
+    expected answers are pooled. The threshold is the quantile 1 - 1e-5, so a run of seven cases fails by
+    chance once in 14,000. An emitter that falls back to greedy in one step of ten would exceed the threshold
+    with a probability above 0.99 (test_power checks it).
 
     Attributes:
         outside: share of the answers that may contain a token of probability 0.
@@ -90,7 +90,8 @@ class SamplingChecks:
         pairs = pairs[pairs[:, 1] > 0]
         chi = ((pairs[:, 0] - pairs[:, 1]) ** 2 / pairs[:, 1]).sum()
         freedom = len(pairs) - 1
-        # Wilson and Hilferty: (chi / freedom) ** (1/3) is nearly normal. 4.265 is the normal's quantile 1 - 1e-5.
+        # Wilson and Hilferty: (chi / freedom) ** (1/3) is nearly normal. 4.265 is the normal's quantile 1 -
+        # 1e-5.
         spread = (2 / (9 * freedom)) ** 0.5
         return float(chi / (freedom * (1 - spread**2 + 4.265 * spread) ** 3))
 

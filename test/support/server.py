@@ -1,4 +1,4 @@
-"""Checks of a DDTREE server over HTTP, on any device: n > 1, streaming, stops, grammars, penalties, refusals, metrics."""
+"""Checks of a DDTREE server over HTTP, on any device."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ServerChecks:
         self.assertEqual(stopped, whole[: whole.index(stop)])
 
     def test_stop_strings_of_several_tokens(self) -> None:
-        """The answer and its token count end with the last symbol of the stop string, inside a path too. So do streams."""
+        """Answer, stream and token count end with the stop string's last symbol, also inside a path."""
         ids = self.generate().json()["output_ids"]
         steps = self.generate().json()["meta_info"]["spec_verify_ct"]
         self.assertLess(steps, 30, "few paths have more than one token")
