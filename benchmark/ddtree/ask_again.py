@@ -1,11 +1,10 @@
-"""Asks again for the tokens of a load that were furthest from plain decoding's first choice: near-ties or mistakes?
+"""Asks again for the tokens of a load that were furthest from the first choice: near-ties or mistakes?
 
-For each, float32 says on the CPU how far the token is from the first choice; and plain decoding and DDTREE answer the same
-prefix once more, beside 0 to 15 other requests and from starts 0 to 29 tokens before the place, so that its logits come out
-of other batch shapes. Of these answers only those that reach the place by the same tokens count.
+For each token, float32 on the CPU says how far it is from the first choice. Then plain decoding and DDTREE
+answer the same prefix again, together with 0 to 15 other requests and starting 0 to 29 tokens earlier, so
+that its logits come from other batch shapes. Only answers that reach the token through the same tokens count.
 
-    python benchmark/ddtree/ask_again.py --model DIR --drafter DIR --prompts prompts.json --load results/load.json \\
-        --output results/load-ties.json
+    python -m benchmark.ddtree.ask_again --model DIR --drafter DIR --prompts prompts.json --load LOAD.json --output TIES.json
 """
 
 from __future__ import annotations
@@ -14,28 +13,29 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from load import RUNNING, plan
-from record import origin, save
-from servers import device_flags, flags, measurement_parser, start
+from benchmark.ddtree.load import RUNNING, plan
+from benchmark.ddtree.record import origin, save
+from benchmark.ddtree.servers import Server, device_flags, flags, measurement_parser, start
 
 BATCHES = (1, 2, 4, 8, 16)
-STARTS = (1, 2, 3, 9, 30)  # tokens to answer, the asked one being the last
+STARTS = (1, 2, 3, 9, 30)  # length of the answer whose last token is the one in question
 
 
 def ask(
-    server, ids: list[int], token: int, tokens: int, others: list[list[int]]
-) -> tuple[bool, float] | None:
-    """Whether the server emits `token` after `ids`, and its gap to the first choice (None: not among the first eight).
+    server: Server, ids: list[int], token: int, tokens: int, others: list[list[int]]
+) -> tuple[bool, float | None] | None:
+    """Asks whether the server emits `token` after `ids`.
 
     Args:
-        server: whose cache of prefixes is empty.
-        ids: prompt and output before the token.
-        token: asked for.
-        tokens: to answer; the last tokens - 1 of `ids` are answered, too.
-        others: prompts that are answered beside it.
+        server: server with an empty radix cache.
+        ids: prompt, and output before the token.
+        token: the token in question.
+        tokens: length of the answer. It starts tokens - 1 before the end of `ids`.
+        others: prompts that are answered at the same time.
 
     Returns:
-        None where the answer comes to the place by other tokens.
+        Whether the token came, and its gap to the first choice (None: the token is not among the first
+        eight). None if the answer reached the place through other tokens.
     """
     options = {"temperature": 0, "ignore_eos": True}
     start = len(ids) - (tokens - 1)
@@ -56,8 +56,8 @@ def ask(
     return output[tokens - 1] == token, top[0][0] - found[token] if token in found else None
 
 
-def ask_often(server, ids: list[int], token: int, answered: int, prompts: list[list[int]]) -> dict:
-    """ask() at all batch sizes and starts: how often the token came, and the range of its gaps."""
+def ask_often(server: Server, ids: list[int], token: int, answered: int, prompts: list[list[int]]) -> dict:
+    """Asks at all batch sizes and starts. Says how often the token came, and the range of its gaps."""
     answers = []
     for batch in BATCHES:
         others = [prompt[: 40 + 7 * i] for i, prompt in enumerate(prompts[3 : 3 + batch - 1])]
@@ -76,8 +76,8 @@ def ask_often(server, ids: list[int], token: int, answered: int, prompts: list[l
 def main() -> None:
     parser = measurement_parser(__doc__, port=14000)
     parser.add_argument("--load", type=Path, required=True, help="results of load.py")
-    parser.add_argument("--case", default="DDTREE:32", help="as in bench_server.py")
-    parser.add_argument("--longest", type=int, default=3000, help="as load.py's")
+    parser.add_argument("--case", default="DDTREE:32", help="case, as in bench_server.py")
+    parser.add_argument("--longest", type=int, default=3000, help="longest prompt, as in load.py")
     args = parser.parse_args()
     import torch
     from transformers import AutoModelForCausalLM

@@ -1,10 +1,9 @@
-"""Which speculation, if any, answers fastest on a host with other work: servers asked in turn, prompt by prompt.
+"""Compares servers on a host that runs other work too: each prompt goes to one server after the other.
 
-All servers are up; each prompt is put to one after the other, in an order that rotates, so that what else runs on the host
-slows all of them alike. One request at a time.
+All servers are up. The order rotates from prompt to prompt, so other work on the host slows all of them
+alike. One request runs at a time.
 
-    python benchmark/ddtree/bench_interleaved.py --model DIR --drafter demo/SmolLM2-135M-DFlash \\
-        --output benchmark/ddtree/results/CPU-DATE.json
+    python -m benchmark.ddtree.bench_interleaved --model DIR --drafter demo/SmolLM2-135M-DFlash --output RESULTS.json
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import statistics
 import time
 from pathlib import Path
 
-from bench_server import judge
-from record import origin, save
-from servers import flags, measurement_parser, start
+from benchmark.ddtree.bench_server import judge
+from benchmark.ddtree.record import origin, save
+from benchmark.ddtree.servers import flags, measurement_parser, start
 
 WARM_UP = 16  # tokens
 
@@ -26,10 +25,13 @@ def main() -> None:
         __doc__, port=31000, prompts=Path(__file__).with_name("prompts.json"), device="cpu", start_seconds=500
     )
     parser.add_argument(
-        "--cases", nargs="+", default=["none", "DDTREE:4", "DDTREE:8", "DDTREE:16"], help="of servers.flags()"
+        "--cases",
+        nargs="+",
+        default=["none", "DDTREE:4", "DDTREE:8", "DDTREE:16"],
+        help="cases, as in bench_server.py",
     )
-    parser.add_argument("--count", type=int, default=16, help="prompts")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--count", type=int, default=16, help="number of prompts")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per answer")
     args = parser.parse_args()
 
     common = [
@@ -61,7 +63,7 @@ def main() -> None:
     for case, given in answers.items():
         made = sum(a["meta_info"]["completion_tokens"] for a in given)
         steps = sum(a["meta_info"].get("spec_verify_ct", 0) for a in given) or made - len(given)
-        # Against plain decoding on the same prompt, one after the other: what drifts on the host is in both.
+        # Both times of a ratio are of one prompt and close in time, so a drift of the host cancels out.
         ratios = [a / b for a, b in zip(seconds.get("none", ()), seconds[case])]
         row = dict(
             case=case,

@@ -1,14 +1,14 @@
-"""Speed, acceptance and exactness of real servers over HTTP: plain decoding, DFLASH, DDTREE at several widths.
+"""Measures speed, accept length and exactness of servers over HTTP: plain decoding, DFLASH, DDTREE.
 
-The servers start side by side and are measured one after another, the others idle.
+The servers start side by side and are measured one after another while the others are idle.
 
-    python benchmark/ddtree/make_prompts.py --model DIR --humaneval HumanEval.jsonl.gz --output prompts.json
-    python benchmark/ddtree/bench_server.py --model DIR --drafter DIR --prompts prompts.json --output results/GPU-DATE.json
+    python -m benchmark.ddtree.make_prompts --model DIR --output prompts.json
+    python -m benchmark.ddtree.bench_server --model DIR --drafter DIR --prompts prompts.json --output RESULTS.json
 
-Exactness: the answers to all prompts, greedy, are compared with plain decoding's, token by token; each token of each answer
-is then judged by one prefill of the plain server over prompt and answer: the gap is the logit of its first choice minus
-that of the answer's token. In bfloat16 two logits are often equal or a rounding apart, and which wins depends on the
-shape of the batch; plain decoding's own answers are judged in the same way for comparison.
+It compares the greedy answers to all prompts with plain decoding's, token by token. In addition one prefill
+of the plain server over prompt and answer judges each token. Its gap is the logit of the first choice minus
+the logit of the answer's token. In bfloat16 two logits are often equal or one rounding apart, and the shape
+of the batch decides which wins. So plain decoding's own answers are judged in the same way, for comparison.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import json
 import sys
 import time
 
-from record import origin, save
-from servers import closed_loop, device_flags, flags, measurement_parser, start
+from benchmark.ddtree.record import origin, save
+from benchmark.ddtree.servers import Server, closed_loop, device_flags, flags, measurement_parser, start
 
 CASES = [
     "none",
@@ -28,13 +28,15 @@ CASES = [
     "DDTREE:16",
     "DDTREE:32",
     "DDTREE:64",
-    "DDTREE:32:speculative-ddtree-spine=keep",
+    "DDTREE:32:speculative-ddtree-top1-path=keep",
 ]
 WARM_UP = 24  # tokens
 
 
-def answer_all(server, prompts: list[list[int]], clients: int, tokens: int) -> tuple[list[dict], float]:
-    """Greedy answers and the seconds that they took."""
+def answer_all(
+    server: Server, prompts: list[list[int]], clients: int, tokens: int
+) -> tuple[list[dict], float]:
+    """Greedy answers, and the seconds that they took."""
 
     def one(session, prompt):
         return server.generate(
@@ -45,15 +47,20 @@ def answer_all(server, prompts: list[list[int]], clients: int, tokens: int) -> t
     return closed_loop(prompts, clients, one), time.perf_counter() - began
 
 
-def measure(server, prompts, batches: list[int], counts: list[int], tokens: int) -> tuple[list[dict], list]:
-    """A row for each batch size, and the answers at the last one.
+def measure(
+    server: Server, prompts: list[list[int]], batches: list[int], counts: list[int], tokens: int
+) -> tuple[list[dict], list[list[int]]]:
+    """Measures a server at each batch size.
 
     Args:
-        server: to ask.
+        server: server to ask.
         prompts: token ids.
-        batches: requests in flight.
-        counts: prompts to answer at each batch size, spread evenly over all.
-        tokens: of an answer, at most.
+        batches: numbers of requests in flight.
+        counts: number of prompts at each batch size. They are spread evenly over all prompts.
+        tokens: most tokens per answer.
+
+    Returns:
+        A row per batch size, and the answers at the last batch size.
     """
     rows = []
     for batch, count in zip(batches, counts):
@@ -69,7 +76,7 @@ def measure(server, prompts, batches: list[int], counts: list[int], tokens: int)
                 requests=count,
                 tokens=made,
                 tokens_per_second=made / seconds,
-                # of a request: its output tokens, but for the one of prefill, over its verify steps
+                # Prefill makes the first token of an answer, the verify steps make the others.
                 accept_length=(made - len(answers)) / steps,
                 steps_per_second=steps / seconds / batch,
             )
@@ -83,8 +90,17 @@ def plain_of(case: str) -> str:
     return ":".join(["none", *formats])
 
 
-def judge(plain, prompts, expected, outputs) -> dict:
-    """How `outputs` differ from plain decoding's answers, and how far each of their tokens is from greedy."""
+def judge(
+    plain: Server, prompts: list[list[int]], expected: list[list[int]], outputs: list[list[int]]
+) -> dict:
+    """Compares answers with plain decoding's, and counts the tokens that are not its first choice.
+
+    Args:
+        plain: server that decodes plainly.
+        prompts: token ids.
+        expected: plain decoding's answers.
+        outputs: answers to judge.
+    """
     gaps = closed_loop(
         list(zip(prompts, outputs)), 16, lambda session, job: plain.gaps(*job, session=session)
     )
@@ -109,20 +125,23 @@ def judge(plain, prompts, expected, outputs) -> dict:
 def main() -> None:
     parser = measurement_parser(__doc__, port=12000)
     parser.add_argument(
-        "--cases", nargs="+", default=CASES, help="ALGORITHM[:N][:FLAG[=VALUE]]...; default: %(default)s"
+        "--cases",
+        nargs="+",
+        default=CASES,
+        help="cases, each ALGORITHM[:N][:FLAG[=VALUE]]...; default: %(default)s",
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument(
-        "--counts", type=int, nargs="+", default=[20, 65, 260], help="prompts at each batch size"
+        "--counts", type=int, nargs="+", default=[20, 65, 260], help="number of prompts at each batch size"
     )
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer, at most")
+    parser.add_argument("--tokens", type=int, default=200, help="most tokens per answer")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds over all servers, to see the spread")
     parser.add_argument(
-        "--rounds", type=int, default=1, help="measurements of every server, in turn, to see the spread"
+        "--judge", nargs="*", default=None, help="cases to compare with plain decoding; default: all"
     )
-    parser.add_argument("--judge", nargs="*", default=None, help="cases to compare with plain decoding (all)")
     args = parser.parse_args()
     if len(args.batches) != len(args.counts):
-        parser.error(f"--counts: expected one a batch size, {len(args.batches)}, got {len(args.counts)}")
+        parser.error(f"--counts: expected one per batch size ({len(args.batches)}), got {len(args.counts)}")
 
     common = [*device_flags(args.device, max(args.batches)), "--dtype", args.dtype, "--context-length", "2048",
               "--max-total-tokens", "32768"]  # fmt: skip

@@ -1,14 +1,15 @@
-"""Time of a decode step of a target of realistic size: plain decoding, DFLASH and DDTREE. Random weights.
+"""Measures the time of a decode step of a target of realistic size, with random weights.
 
-The demo model's steps are launches and host time. A large target is bound by the bandwidth of its weights, which a verify
-of N rows reads once, as plain decoding does for one row. The weights are random, the drafter knows nothing of the target,
-and so a step emits about one token whatever the algorithm: only the time of a step says something here.
+A step of the demo model consists of kernel launches and host time. A large target is bound by the bandwidth
+of its weights. A verify of N nodes reads them once, as plain decoding does for one token. With random weights
+the drafter knows nothing of the target, so every algorithm emits about one token per step. Only the time of a
+step means something here.
 
-In upstream's own event loop, with graphs and overlap scheduling on; without HTTP, tokenizer and detokenizer. A few servers
-start at a time and are measured one after another, the others idle. Time of a step: of what a longer answer takes more
-than a shorter one, so that prefill is not in it.
+It runs engines (support.engine) with graphs and overlap scheduling, without HTTP and tokenizer. A few engines
+start at a time and are measured one after another while the others are idle. The time of a step is the
+difference between a long and a short answer divided by the difference in steps, so prefill is not in it.
 
-    python benchmark/ddtree/bench_shape.py --output results/GPU-DATE-8b.json
+    PYTHONPATH=test python -m benchmark.ddtree.bench_shape --output RESULTS.json
 """
 
 from __future__ import annotations
@@ -22,27 +23,36 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
-from record import origin, save
+from support.engine import Engine
+from support.processes import EngineProcess
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "e2e"))
-from ddtree_host import Child  # noqa: E402
+from benchmark.ddtree.record import origin, save
 
 SHAPES = {
-    # Llama-3.1-8B, and a drafter of five layers of the same width
+    # Llama-3.1-8B, and a drafter with five layers of the same width.
     "8b": dict(
         hidden=4096, inner=14336, heads=32, kv_heads=8, layers=32, vocabulary=128256, drafter_layers=5
     ),
     "tiny": dict(hidden=128, inner=256, heads=2, kv_heads=1, layers=3, vocabulary=512, drafter_layers=2),
 }
-BLOCK = 16  # positions of a draft pass
+BLOCK_SIZE = 16
 START_SECONDS = 240
 
 
 def write_configs(
-    folder: Path, *, hidden, inner, heads, kv_heads, layers, vocabulary, drafter_layers
-) -> dict:
-    """Writes the configurations of a target and of a drafter, without weights; returns the arguments that name them."""
+    folder: Path,
+    *,
+    hidden: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    layers: int,
+    vocabulary: int,
+    drafter_layers: int,
+) -> dict[str, str]:
+    """Writes the configs of a target and a drafter; returns the engine arguments that name them."""
     common = dict(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads,
         head_dim=hidden // heads, vocab_size=vocabulary, max_position_embeddings=32768, rms_norm_eps=1e-5,
@@ -52,8 +62,8 @@ def write_configs(
     target = dict(architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=layers)
     read = [int((i + 0.5) * (layers - 1) / drafter_layers) for i in range(drafter_layers)]  # evenly spread
     drafter = dict(
-        architectures=["DFlashDraftModel"], model_type="qwen3", num_hidden_layers=drafter_layers, block_size=BLOCK,
-        num_target_layers=layers, dflash_config=dict(target_layer_ids=read, mask_token_id=2, block_size=BLOCK),
+        architectures=["DFlashDraftModel"], model_type="qwen3", num_hidden_layers=drafter_layers, block_size=BLOCK_SIZE,
+        num_target_layers=layers, dflash_config=dict(target_layer_ids=read, mask_token_id=2, block_size=BLOCK_SIZE),
     )  # fmt: skip
     for name, config in (("target", target), ("drafter", drafter)):
         (folder / name).mkdir()
@@ -61,13 +71,13 @@ def write_configs(
     return dict(model_path=str(folder / "target"), speculative_draft_model_path=str(folder / "drafter"))
 
 
-def randomize(host) -> None:
-    """Weights of a usual size: upstream's own dummies are so small that every logit ties."""
+def randomize(engine: Engine) -> None:
+    """Draws weights of a usual size. Upstream's dummy weights are so small that all logits tie."""
     import torch
 
-    runners = [host.scheduler.tp_worker.model_runner]
-    if host.scheduler.draft_worker is not None:
-        runners.append(host.scheduler.draft_worker.draft_model_runner)
+    runners = [engine.scheduler.tp_worker.model_runner]
+    if engine.scheduler.draft_worker is not None:
+        runners.append(engine.scheduler.draft_worker.draft_model_runner)
     generator = torch.Generator(device=runners[0].device).manual_seed(1)
     with torch.no_grad():
         for runner in runners:
@@ -78,20 +88,35 @@ def randomize(host) -> None:
                     weight.fill_(1.0)
 
 
-def measure(host, ready, turn, batches, context: int, tokens: int, repeats: int) -> list[dict]:
-    """A row for each batch size. `ready` lets all servers start before one is measured, `turn` measures one at a time."""
-    randomize(host)
+def measure(
+    engine: Engine, ready: Any, turn: Any, batches: list[int], context: int, tokens: int, repeats: int
+) -> list[dict]:
+    """Measures an engine at each batch size.
+
+    Args:
+        engine: engine with dummy weights.
+        ready: barrier. Measuring begins when all engines have started.
+        turn: lock. One engine is measured at a time.
+        batches: batch sizes.
+        context: tokens per prompt.
+        tokens: tokens of the long answer. The short one has a quarter of them.
+        repeats: measurements per batch size.
+
+    Returns:
+        A row per batch size.
+    """
+    randomize(engine)
     try:
         ready.wait(START_SECONDS)
     except threading.BrokenBarrierError:
-        pass  # another one did not start
-    vocabulary = host.scheduler.model_config.vocab_size
+        pass  # another engine did not start
+    vocabulary = engine.scheduler.model_config.vocab_size
 
     def answer(batch: int, count: int) -> tuple[float, float, float]:
-        """Seconds, steps and tokens a request of `batch` answers."""
+        """Seconds for `batch` answers, and steps and tokens per request."""
         prompts = [[3 + (17 * i + 31 * j) % (vocabulary - 3) for j in range(context)] for i in range(batch)]
         began = time.perf_counter()
-        requests = host.generate(prompts, temperature=0, max_new_tokens=count, ignore_eos=True)
+        requests = engine.generate(prompts, temperature=0, max_new_tokens=count, ignore_eos=True)
         seconds = time.perf_counter() - began
         steps = sum(request.spec_verify_ct for request in requests) / batch or count - 1
         return seconds, steps, sum(len(request.output_ids) for request in requests) / batch
@@ -99,7 +124,7 @@ def measure(host, ready, turn, batches, context: int, tokens: int, repeats: int)
     rows = []
     with turn:
         for batch in batches:
-            answer(batch, 16)  # prefill, whose KV then is in the cache
+            answer(batch, 16)  # fills the radix cache with the prompts
             times, steps = [], 0.0
             for _ in range(repeats):
                 short, long = answer(batch, tokens // 4), answer(batch, tokens)
@@ -110,7 +135,7 @@ def measure(host, ready, turn, batches, context: int, tokens: int, repeats: int)
                     batch=batch,
                     step_ms=statistics.median(times),
                     step_ms_of_each_repeat=times,
-                    tokens_a_step_by_chance=(long[2] - 1) / long[1],
+                    tokens_per_step_by_chance=(long[2] - 1) / long[1],
                 )
             )
     return rows
@@ -122,22 +147,22 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument(
-        "--cases", nargs="+", help="none, DFLASH or DDTREE:N; default: %(default)s",
+        "--cases", nargs="+", help="cases: none, DFLASH or DDTREE:N; default: %(default)s",
         default=["none", "DFLASH", "DDTREE:32", "none", "DDTREE:16", "DDTREE:64"],
     )  # fmt: skip
-    parser.add_argument("--at-once", type=int, default=3, help="servers that start at a time")
+    parser.add_argument("--at-once", type=int, default=3, help="engines that start at a time")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=96, help="of the longer answer")
+    parser.add_argument("--context", type=int, default=4096, help="tokens per prompt")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens of the long answer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="of this repository; git's by default")
+    parser.add_argument("--commit", help="commit of this repository; default: ask git")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
 
     cuda = args.device == "cuda"
     result = origin(args) | dict(
-        weights="random", shape=SHAPES[args.shape], block=BLOCK, context=args.context, results=[]
+        weights="random", shape=SHAPES[args.shape], block_size=BLOCK_SIZE, context=args.context, results=[]
     )
     folder = tempfile.TemporaryDirectory()
     drafted = write_configs(Path(folder.name), **SHAPES[args.shape])
@@ -151,13 +176,13 @@ def main() -> None:
     )  # fmt: skip
 
     def arguments(case: str) -> dict:
-        algorithm, _, rows = case.partition(":")
+        algorithm, _, num_nodes = case.partition(":")
         if algorithm == "none":
             return plain
         spec = drafted | dict(speculative_algorithm=algorithm, speculative_draft_load_format="dummy")
         if algorithm == "DFLASH":
             spec["speculative_draft_attention_backend"] = "triton"
-        return plain | spec | (dict(speculative_num_draft_tokens=int(rows)) if rows else {})
+        return plain | spec | (dict(speculative_num_draft_tokens=int(num_nodes)) if num_nodes else {})
 
     context = multiprocessing.get_context("spawn" if cuda else "fork")
     for i in range(0, len(args.cases), args.at_once):
@@ -170,7 +195,7 @@ def main() -> None:
             args.tokens,
             args.repeats,
         )
-        children = [Child(arguments(case), measure, *shared) for case in cases]
+        children = [EngineProcess(arguments(case), measure, *shared) for case in cases]
         for case, child in zip(cases, children):
             try:
                 rows = child.result(START_SECONDS + 120)
@@ -181,7 +206,7 @@ def main() -> None:
                 result["results"].append(dict(case=case) | row)
                 print(
                     f"{case:10} batch {row['batch']:2}  {row['step_ms']:7.3f} ms/step  "
-                    f"{[round(t, 3) for t in row['step_ms_of_each_repeat']]}  by chance {row['tokens_a_step_by_chance']:.2f}",
+                    f"{[round(t, 3) for t in row['step_ms_of_each_repeat']]}  by chance {row['tokens_per_step_by_chance']:.2f}",
                     flush=True,
                 )
             save(result, args.output)

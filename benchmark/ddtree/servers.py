@@ -1,4 +1,4 @@
-"""Real servers for the measurements: started beside each other, asked over HTTP, checked against plain decoding."""
+"""Servers for the measurements: started side by side, asked over HTTP, compared with plain decoding."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def measurement_parser(
     device: str = "cuda",
     start_seconds: float = 240,
 ) -> argparse.ArgumentParser:
-    """What all measurements with real servers take; a script adds its own.
+    """A parser of the arguments that all measurements with servers take. A script adds its own.
 
     Args:
-        description: of the script.
-        port: default, of the first server.
-        prompts: default; None: must be given.
-        device: default.
+        description: description of the script.
+        port: default port of the first server.
+        prompts: default file of prompts. None: the user must name one.
+        device: default device.
         start_seconds: default time to wait for the servers.
     """
     result = argparse.ArgumentParser(
@@ -39,26 +39,32 @@ def measurement_parser(
     result.add_argument("--model", required=True, help="folder of the target")
     result.add_argument("--drafter", required=True, help="folder of the drafter")
     result.add_argument(
-        "--prompts", type=Path, default=prompts, required=prompts is None, help="JSON, token ids of prompts"
+        "--prompts",
+        type=Path,
+        default=prompts,
+        required=prompts is None,
+        help="JSON file with the prompts' token ids",
     )
     result.add_argument("--dtype", default="bfloat16")
     result.add_argument("--device", default=device)
-    result.add_argument("--port", type=int, default=port, help="of the first server")
-    result.add_argument("--start-seconds", type=float, default=start_seconds, help="to wait for the servers")
-    result.add_argument("--commit", help="of this repository; git's by default")
+    result.add_argument("--port", type=int, default=port, help="port of the first server")
     result.add_argument(
-        "--logs", type=Path, default=Path("/tmp/ddtree-bench"), help="folder for the servers' logs"
+        "--start-seconds", type=float, default=start_seconds, help="time to wait for the servers"
+    )
+    result.add_argument("--commit", help="commit of this repository; default: ask git")
+    result.add_argument(
+        "--logs", type=Path, default=Path("/tmp/ddtree-bench"), help="folder of the servers' logs"
     )
     result.add_argument("--output", type=Path, required=True)
     return result
 
 
 def flags(case: str, drafter: str) -> list[str]:
-    """Server flags of a case.
+    """The server flags of a case.
 
     Args:
-        case: ALGORITHM[:N][:FLAG[=VALUE]]..., such as "none", "DFLASH", "DDTREE:32", "DDTREE:32:speculative-ddtree-spine=keep".
-            N: rows of the verify tree.
+        case: ALGORITHM[:N][:FLAG[=VALUE]]..., such as "none", "DFLASH", "DDTREE:32" or
+            "DDTREE:32:speculative-ddtree-top1-path=keep". N is the number of nodes of the verify tree.
         drafter: folder of the drafter.
     """
     algorithm, *rest = case.split(":")
@@ -75,7 +81,7 @@ def flags(case: str, drafter: str) -> list[str]:
 
 
 def device_flags(device: str, requests_at_once: int) -> list[str]:
-    """What every server of a measurement has in common. Few graph sizes: with seven servers, capturing takes a while."""
+    """The flags that all servers of a measurement share. Few graph sizes, because capturing takes time."""
     common = [
         "--device", device, "--sampling-backend", "pytorch", "--skip-server-warmup", "--random-seed", "1",
         "--log-level", "warning", "--sleep-on-idle", "--max-running-requests", str(requests_at_once),
@@ -90,19 +96,22 @@ def device_flags(device: str, requests_at_once: int) -> list[str]:
 
 
 class Server:
-    """One `python -m sglang.launch_server` and its log.
+    """One `python -m sglang.launch_server`.
 
     Args:
         model: folder of the target.
-        port: to listen at.
-        log: file that its output goes to.
+        port: port to listen on.
+        log: file for the server's output.
         arguments: further flags.
+
+    Raises:
+        ValueError: something listens on the port.
     """
 
     def __init__(self, model: str, port: int, log: Path, arguments: list[str]):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
-                raise ValueError(f"port: expected a free one, got {port}, where a server listens")
+                raise ValueError(f"port: expected a free port, got {port}, which a server listens on")
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)]
@@ -112,7 +121,7 @@ class Server:
             )
 
     def wait(self, deadline: float) -> bool:
-        """Whether it is healthy before `deadline` (of time.monotonic())."""
+        """Waits until the server is healthy. Returns False if it dies or `deadline` (monotonic) passes."""
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 return False
@@ -125,10 +134,11 @@ class Server:
         return False
 
     def alive(self) -> bool:
+        """Whether the process runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Ends it and all its processes."""
+        """Kills the server and all its processes."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -136,10 +146,10 @@ class Server:
         self._process.wait()
 
     def generate(self, prompt: list[int], *, session=requests, **body) -> dict:
-        """The answer to POST /generate; `body` has its fields besides input_ids.
+        """Asks POST /generate. `body` holds the fields other than input_ids.
 
         Raises:
-            requests.HTTPError: with the server's text.
+            requests.HTTPError: the server refused. The text is the server's.
         """
         answer = session.post(f"{self.url}/generate", json={"input_ids": prompt} | body, timeout=600)
         if answer.status_code != 200:
@@ -147,21 +157,20 @@ class Server:
         return answer.json()
 
     def forget(self) -> None:
-        """Empties its cache of prefixes, so that each measurement prefills for itself.
+        """Empties the radix cache, so that each measurement does its own prefill.
 
         Raises:
-            requests.HTTPError: it does not become idle.
+            requests.HTTPError: the server did not become idle.
         """
         requests.post(f"{self.url}/flush_cache", params={"timeout": 20}, timeout=60).raise_for_status()
 
     def gaps(self, prompt: list[int], output: list[int], *, session=requests) -> list[float]:
-        """How far each output token is from the one that this server would have chosen after the same tokens.
+        """How far each output token is from the first choice of this server after the same tokens.
 
-        One prefill over prompt and output; so every token is judged by its own prefix, also after a near-tie went the
-        other way.
+        One prefill over prompt and output judges every token by its own prefix, even after a near-tie.
 
         Returns:
-            Log-probability (logit) of the most likely token minus that of the output's, for each output token. 0: greedy.
+            For each output token, the first choice's logit minus the token's. 0: it is the first choice.
         """
         answer = self.generate(
             prompt + output, session=session, return_logprob=True, top_logprobs_num=1,
@@ -170,28 +179,29 @@ class Server:
         info = answer["meta_info"]
         own = info["input_token_logprobs"][-len(output) :]
         top = info["input_top_logprobs"][-len(output) :]
-        # SGLang reports the vocabulary's last token as token 0; that one is not judged.
+        # SGLang reports the vocabulary's last token as token 0. That one is not judged.
         known = [token == asked for (_, token, _), asked in zip(own, output, strict=True)]
         assert all(k or token == 0 for k, (_, token, _) in zip(known, own)), (own, output)
         return [best[0][0] - own[0] if k else 0.0 for k, own, best in zip(known, own, top)]
 
 
-def start(model: str, cases: dict[str, list[str]], folder: Path, *, port: int, seconds: float) -> dict:
-    """Starts servers side by side, which takes hardly longer than one.
+def start(
+    model: str, cases: dict[str, list[str]], folder: Path, *, port: int, seconds: float
+) -> dict[str, Server]:
+    """Starts servers side by side, which takes hardly longer than starting one.
 
     Args:
         model: folder of the target.
         cases: name -> flags.
-        folder: for the logs.
-        port: of the first; the others follow in steps of 10.
-        seconds: to wait for them all.
+        folder: folder for the logs.
+        port: port of the first server. The others follow in steps of 10.
+        seconds: time to wait for all of them.
 
     Returns:
-        name -> Server of those that came up. Of the others the end of the log is printed.
+        name -> Server, for those that came up. For the others the end of the log is printed.
     """
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM")
-    )  # a normal exit, which ends the servers
+    # A normal exit runs the handler below, which ends the servers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     folder.mkdir(parents=True, exist_ok=True)
     started = {
         case: Server(model, port + 10 * i, folder / f"server{i}.log", arguments)
@@ -204,13 +214,21 @@ def start(model: str, cases: dict[str, list[str]], folder: Path, *, port: int, s
         if server.wait(deadline):
             up[case] = server
         else:
-            print(f"{case}: no server.\n{server.log.read_text()[-3000:]}", file=sys.stderr, flush=True)
+            print(
+                f"{case}: the server did not start.\n{server.log.read_text()[-3000:]}",
+                file=sys.stderr,
+                flush=True,
+            )
             server.close()
     return up
 
 
 def closed_loop(jobs: list, clients: int, work) -> list:
-    """work(session, job) for each job by `clients` clients, each with one job in flight; results in the jobs' order."""
+    """Runs work(session, job) for each job with `clients` clients, each with one job in flight.
+
+    Returns:
+        The results, in the order of the jobs.
+    """
     with ThreadPoolExecutor(clients) as pool, requests.Session() as session:
         session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=clients))
         return list(pool.map(lambda job: work(session, job), jobs))

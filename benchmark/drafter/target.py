@@ -1,4 +1,4 @@
-"""The target (a Llama) in plain PyTorch: hidden states for the drafter's context, and batched generation."""
+"""The target, a Llama, in plain PyTorch: hidden states for the drafter's context, and batched generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmark.drafter.model import attend, rope_table, rotate
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """The fields of config.json that the maths needs."""
+    """The fields of config.json that the forward pass needs."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -33,7 +33,8 @@ class Target:
 
     Args:
         folder: a Hugging Face folder.
-        device, dtype: where and in what the weights are kept.
+        device: device of the weights.
+        dtype: type of the weights.
     """
 
     def __init__(self, folder: Path, device: str, dtype: torch.dtype):
@@ -58,19 +59,21 @@ class Target:
         """One forward pass.
 
         Args:
-            ids: [b, s] int64.
-            positions: [b, s] int64; None: 0, 1, ...
-            mask: additive or bool, broadcastable to [b, heads, s, keys]; None: causal.
-            cache: a Cache to write columns column .. column + s - 1 of and to read columns 0 .. keys - 1 of.
-            layer_ids: after which layers (0-based) hidden states are wanted; not the last layer.
+            ids: [bs, s] int64.
+            positions: [bs, s] int64; None: 0, 1, ...
+            mask: additive or bool, broadcastable to [bs, heads, s, keys]; None: causal.
+            cache: a Cache. Columns column .. column + s - 1 are written, columns 0 .. keys - 1 are read.
+            column: first column to write.
+            layer_ids: layers (0-based, not the last) whose output is wanted.
 
         Returns:
-            (normed hidden [b, s, hidden], features [b, s, len(layer_ids) * hidden] or None)
+            Normed hidden states [bs, s, hidden]; features [bs, s, len(layer_ids) * hidden], or None without
+            layer_ids.
         """
         c = self.config
-        b, s = ids.shape
+        bs, s = ids.shape
         if positions is None:
-            positions = torch.arange(s, device=ids.device).expand(b, s)
+            positions = torch.arange(s, device=ids.device).expand(bs, s)
         rope = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         x, taken = F.embedding(ids, self.embed), {}
         group = c.num_attention_heads // c.num_key_value_heads
@@ -86,9 +89,9 @@ class Target:
             q, k = rotate(q, *rope), rotate(k, *rope)
             if cache is not None:
                 k, v = cache.update(layer, k, v, column, mask.shape[-1])
-            if s == 1:  # the query heads of a group as rows: the keys are read once for all of them
-                q = q.reshape(b, c.num_key_value_heads, group, c.head_dim)
-                out = attend(q, k, v, mask).reshape(b, c.num_attention_heads, 1, c.head_dim)
+            if s == 1:  # the query heads of a group become rows, so that they share one read of the keys
+                q = q.reshape(bs, c.num_key_value_heads, group, c.head_dim)
+                out = attend(q, k, v, mask).reshape(bs, c.num_attention_heads, 1, c.head_dim)
             else:
                 k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
                 out = attend(q, k, v, mask, causal=mask is None)
@@ -102,15 +105,16 @@ class Target:
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, temperature=0.0, compact_every=32):
-        """Continue every prompt to its end-of-sequence token or to max_new_tokens.
+        """Continues every prompt to its end-of-sequence token or to max_new_tokens.
 
         Args:
-            prompts: lists of token ids; those of similar length together pad least.
+            prompts: lists of token ids. Similar lengths need the least padding.
+            max_new_tokens: most tokens per answer.
             temperature: 0 is greedy.
-            compact_every: steps after which rows that have ended leave the batch.
+            compact_every: steps after which finished answers leave the batch.
 
         Returns:
-            One list of token ids a prompt, end-of-sequence token included.
+            One list of token ids per prompt, end-of-sequence token included.
         """
         longest = max(map(len, prompts))
         columns = -(-(longest + max_new_tokens) // 64) * 64
@@ -148,14 +152,14 @@ class Target:
         ]
 
     def prefill(self, ids, pad, visible, cache, rows_at_once=512):
-        """Fill the cache with left-padded prompts; gives the last column's hidden states [b, hidden]."""
-        b, s = ids.shape
+        """Fills the cache with left-padded prompts. Returns the last column's hidden states [bs, hidden]."""
+        bs, s = ids.shape
         column = torch.arange(s, device=self.device)
         causal, itself = column[:, None] >= column, torch.eye(s, dtype=torch.bool, device=self.device)
         last = []
-        for i in range(0, b, rows_at_once):
+        for i in range(0, bs, rows_at_once):
             part = slice(i, i + rows_at_once)
-            # A padding row sees itself only: with nothing to see it would be NaN, and spoil the cache.
+            # A padding row sees itself. If it saw nothing it would be NaN and spoil the cache.
             mask = (causal & visible[part, None, :s] | itself).unsqueeze(1)
             positions = (column - pad[part, None]).clamp_min(0)
             last.append(self.forward(ids[part], positions, mask, cache.view(part), 0)[0][:, -1])
@@ -163,7 +167,7 @@ class Target:
 
 
 class Cache:
-    """Keys and values, [layers, b, kv heads, columns, head_dim] each."""
+    """Keys and values per layer, [bs, h_kv, columns, head_dim] each."""
 
     def __init__(self, target: Target, rows: int, columns: int):
         c = target.config
@@ -189,7 +193,7 @@ class Cache:
 
 
 def sample(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[b, vocab] -> [b]; Gumbel-max, so that no sort is needed."""
+    """Samples tokens [bs] from logits [bs, vocabulary] by Gumbel-max, which needs no sort."""
     if temperature == 0:
         return logits.argmax(-1)
     noise = torch.empty_like(logits, dtype=torch.float32).exponential_().log_()

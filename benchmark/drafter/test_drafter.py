@@ -1,4 +1,4 @@
-"""The drafter's training code against independent references: transformers, autograd, brute force, one block alone."""
+"""The drafter's training code against independent references."""
 
 import heapq
 import itertools
@@ -38,7 +38,7 @@ DRAFTER = DrafterConfig(
 
 
 def tiny_target(folder: str):
-    """A random Llama: transformers' and ours."""
+    """A random Llama, in transformers' implementation and in ours."""
     torch.manual_seed(0)
     config = LlamaConfig(
         **SHAPE, num_hidden_layers=4, intermediate_size=48, num_attention_heads=6, num_key_value_heads=2,
@@ -68,13 +68,11 @@ class TestTarget(unittest.TestCase):
         free = [
             theirs.generate(torch.tensor([a]), max_new_tokens=40, do_sample=False)[0].tolist() for a in asked
         ]
-        eos = free[0][len(asked[0]) + 9]  # a token that is written
+        eos = free[0][len(asked[0]) + 9]  # a token that the target emits
         theirs.generation_config.eos_token_id = eos
         ours.config = replace(ours.config, eos_token_id=eos)
         answers = ours.generate(asked, 40, compact_every=4)
-        self.assertGreater(
-            len({len(a) for a in answers}), 1
-        )  # some have ended early, so that rows were dropped
+        self.assertGreater(len({len(a) for a in answers}), 1, "no answer ended early and left the batch")
         for ask, answer in zip(asked, answers, strict=True):
             whole = theirs.generate(torch.tensor([ask]), max_new_tokens=40, do_sample=False)[0].tolist()
             self.assertEqual(ask + answer, whole)
@@ -94,7 +92,7 @@ class TestTraining(unittest.TestCase):
         torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], gradient)
 
     def test_blocks_of_a_batch_see_what_a_server_has(self):
-        """Each block equals a draft pass alone: the context ends before the bonus token, no other block is seen."""
+        """Each block equals a pass of its own: it sees the context before its bonus token and no other block."""
         with tempfile.TemporaryDirectory() as folder:
             _, target = tiny_target(folder)
         torch.manual_seed(0)
@@ -133,7 +131,7 @@ class TestAcceptedLength(unittest.TestCase):
 
     @staticmethod
     def best_first(log_q, ids, truth, budget: int) -> int:
-        """Grow the tree prefix by prefix, then walk it."""
+        """Grows the tree prefix by prefix, then walks it."""
         heap, tree = [(-float(q), (int(t),)) for q, t in zip(log_q[0], ids[0], strict=True)], set()
         heapq.heapify(heap)
         while len(tree) < budget:
@@ -149,7 +147,7 @@ class TestAcceptedLength(unittest.TestCase):
         truth = torch.tensor([[5, 6, 9], [5, 9, 7], [5, 6, 7], [5, -1, -1]])
         steps = accepted(torch.zeros(4, 3, 1), ids, truth, 0)
         self.assertEqual(steps.tolist(), [2, 1, 0, 1])
-        self.assertEqual(replay(steps), (4, 2))  # bonus 0 yields three tokens, bonus 3 the last one
+        self.assertEqual(replay(steps), (4, 2))  # the first step emits three tokens, the second the last one
 
 
 class TestPrompts(unittest.TestCase):

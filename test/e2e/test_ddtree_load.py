@@ -1,13 +1,12 @@
-"""Mixed load on DDTREE: nothing crashes, no KV slot leaks, and every greedy answer is right."""
+"""Mixed load on DDTREE: nothing crashes, no KV slot leaks, greedy answers equal plain decoding's."""
 
 import random
-import tempfile
 import unittest
-from pathlib import Path
 
-from ddtree_host import in_child, write_models
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from support.models import write_models_for
+from support.processes import run_engine
 
 register_cpu_ci(est_time=90, suite="e2e")
 
@@ -16,7 +15,7 @@ REGEX = r"\[[01](,[01])*\]"
 
 
 def schedule(seed: int) -> list[dict]:
-    """Requests of every kind: turn of arrival, prompt, options, and the turn of an abort or None."""
+    """Plans requests of every kind. Arrival and abort are turns of the event loop (abort: or None)."""
     draw = random.Random(seed)
     planned = []
     for _ in range(REQUESTS):
@@ -42,9 +41,14 @@ def schedule(seed: int) -> list[dict]:
     return planned
 
 
-def serve(host, planned):
-    """Output tokens of each greedy request that was not aborted, by its place in the plan; free slots before, after."""
-    free, turn, requests = host.free_slots(), 0, []
+def serve(engine, planned):
+    """Runs the plan.
+
+    Returns:
+        The output tokens of each greedy request that was not aborted, by its place in the plan. Then the free
+        slots before and after.
+    """
+    free, turn, requests = engine.free_slots(), 0, []
     running = {}
 
     def each_turn():
@@ -52,36 +56,35 @@ def serve(host, planned):
         turn += 1
         for place, plan in enumerate(planned):
             if plan["arrival"] == turn:
-                running[place] = host.submit(plan["prompt"], **plan["options"])
+                running[place] = engine.submit(plan["prompt"], **plan["options"])
                 requests.append(running[place])
             if plan["abort"] == turn and place in running:
-                host.abort(running[place])
+                engine.abort(running[place])
         return len(running) == len(planned)
 
-    host.finish(requests, each_turn)
+    engine.finish(requests, each_turn)
     outputs = {
         place: list(request.output_ids_through_stop)
         for place, request in running.items()
         if planned[place]["abort"] is None and planned[place]["options"]["temperature"] == 0
     }
-    return outputs, (free, host.free_slots())
+    return outputs, (free, engine.free_slots())
 
 
 class TestLoad(CustomTestCase):
     def test_mixed_load(self):
-        with tempfile.TemporaryDirectory() as folder:
-            target, drafter = write_models(Path(folder))
-            plain = {"model_path": target, "skip_tokenizer_init": False, "grammar_backend": "xgrammar",
-                     "max_total_tokens": 2500}  # fmt: skip
-            tree = plain | {"speculative_algorithm": "DDTREE", "speculative_draft_model_path": drafter}
-            planned = schedule(5)
-            expected, _ = in_child(plain, serve, planned)
-            self.assertGreater(len(expected), REQUESTS // 3)
-            for arguments in ({}, {"page_size": 16, "chunked_prefill_size": 32, "enable_mixed_chunk": True}):
-                with self.subTest(arguments):
-                    outputs, (before, after) = in_child(tree | arguments, serve, planned)
-                    self.assertEqual(outputs, expected)
-                    self.assertEqual(before, after, "KV slots leaked")
+        _, target, drafter = write_models_for(type(self))
+        plain = {"model_path": target, "skip_tokenizer_init": False, "grammar_backend": "xgrammar",
+                 "max_total_tokens": 2500}  # fmt: skip
+        tree = plain | {"speculative_algorithm": "DDTREE", "speculative_draft_model_path": drafter}
+        planned = schedule(5)
+        expected, _ = run_engine(plain, serve, planned)
+        self.assertGreater(len(expected), REQUESTS // 3)
+        for arguments in ({}, {"page_size": 16, "chunked_prefill_size": 32, "enable_mixed_chunk": True}):
+            with self.subTest(arguments):
+                outputs, (before, after) = run_engine(tree | arguments, serve, planned)
+                self.assertEqual(outputs, expected)
+                self.assertEqual(before, after, "KV slots leaked")
 
 
 if __name__ == "__main__":

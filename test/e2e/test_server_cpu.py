@@ -1,4 +1,4 @@
-"""The real server from the installed wheel, on the CPU, with the real demo model."""
+"""The server of the installed wheel on a CPU, with the demo model, without speculation."""
 
 import json
 import os
@@ -20,7 +20,7 @@ URL = f"http://127.0.0.1:{PORT}"
 
 
 def request(path, body=None, timeout=300):
-    """GET, or POST of `body` as JSON; returns the response, open."""
+    """Sends GET, or POST if there is a `body` (as JSON). Returns the open response."""
     data = None if body is None else json.dumps(body).encode()
     return urllib.request.urlopen(
         urllib.request.Request(URL + path, data, {"Content-Type": "application/json"}), timeout=timeout
@@ -32,7 +32,7 @@ class TestServerCpu(CustomTestCase):
     def setUpClass(cls):
         folder = demo_model.prepare(demo_model.default_folder())
         cls.model = folder.name
-        # No SGLANG_USE_CPU_ENGINE and no --device: the engine has to be chosen by itself.
+        # Neither SGLANG_USE_CPU_ENGINE nor --device: the server must find the CPU engine itself.
         environment = {k: v for k, v in os.environ.items() if k != "SGLANG_USE_CPU_ENGINE"}
         os.environ.clear()
         os.environ.update(environment)
@@ -41,7 +41,7 @@ class TestServerCpu(CustomTestCase):
             URL,
             timeout=300,
             other_args=["--served-model-name", cls.model, "--enable-metrics", "--max-total-tokens", "8192"],
-            device="none",  # popen_launch_server adds --device for "auto" alone
+            device="none",  # popen_launch_server adds --device only for "auto"
         )
 
     @classmethod

@@ -1,53 +1,50 @@
-"""DDTREE on a CUDA device with prefill on a backend of its own: torch's, and FlashInfer's where it is installed."""
+"""DDTREE on a CUDA device with prefill on another backend: torch's, and FlashInfer's if it is installed."""
 
 import importlib.util
-import sys
 import unittest
-from pathlib import Path
 
 from sglang.test.ci.ci_register import register_cuda_ci
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
-from ddtree_host import Child, write_mla_target  # noqa: E402
-from test_ddtree_cuda import CUDA, PROMPTS, TIE, assert_first_choices, greedy, models  # noqa: E402
+from support.answers import TIE, assert_first_choices
+from support.cuda import CUDA, gaps_by_name, greedy
+from support.models import write_mla_target, write_models_for
+from support.processes import EngineProcess
 
 register_cuda_ci(est_time=120, suite="gpu")
 
-SECONDS = 240  # for all children together
+SECONDS = 240  # for each child
 FLASHINFER = all(importlib.util.find_spec(name) for name in ("flashinfer", "flashinfer.prefill"))
 
 
-def split(host):
-    """greedy(), and the classes of the target's backend and its halves."""
-    backend = host.scheduler.tp_worker.model_runner.attn_backend
+def greedy_and_backends(engine):
+    """greedy(), and the classes of the target's backend and of its two halves."""
+    backend = engine.scheduler.tp_worker.model_runner.attn_backend
     halves = backend, backend.prefill_backend, backend.decode_backend
-    return *greedy(host), [type(half).__name__ for half in halves]
+    return *greedy(engine), [type(half).__name__ for half in halves]
 
 
-def judge(host, answers):
-    """How far the tokens of each answer are from greedy, in plain decoding on Triton; by name, with its own as `plain`."""
-    answers = answers | {"plain": greedy(host)[0]}
-    return {name: host.gaps(PROMPTS, outputs) for name, outputs in answers.items()}
+def judge(engine, answers):
+    """The gaps of all answers in plain decoding on Triton (see support.answers), its own under "plain"."""
+    return gaps_by_name(engine, answers | {"plain": greedy(engine)[0].outputs})
 
 
-# not CustomTestCase, whose module wants packages that a bare CUDA host lacks
+# Not CustomTestCase: its module needs packages that a bare CUDA host lacks.
 class TestPrefillBackendCuda(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        folder, target, drafter = models(cls)
+        folder, target, drafter = write_models_for(cls)
         plain = CUDA | dict(model_path=target)
         variants = {
             "": {},
             "mla": dict(model_path=write_mla_target(folder, nope=128, value=128)),
             "fp8": dict(kv_cache_dtype="fp8_e4m3"),
         }
-        # Chunks, so that prefill reads a prefix that it has written and one that verify has.
+        # With chunks, prefill reads a prefix that itself has written, and one that verify has written.
         tree = plain | dict(
             speculative_algorithm="DDTREE", speculative_draft_model_path=drafter, chunked_prefill_size=64,
         )  # fmt: skip
         torch_native = dict(prefill_attention_backend="torch_native", enable_mixed_chunk=True)
         flashinfer = dict(attention_backend="flashinfer")
-        cases = {"torch": ("", torch_native)}  # name: its variant, its arguments
+        cases = {"torch": ("", torch_native)}  # name: variant, arguments
         if FLASHINFER:
             cases |= {
                 "flashinfer": ("", flashinfer | dict(speculative_ddtree_verify="validate")),
@@ -56,7 +53,7 @@ class TestPrefillBackendCuda(unittest.TestCase):
                 "flashinfer, fp8": ("fp8", flashinfer),
             }
         children = {
-            name: Child(tree | variants[variant] | arguments, split)
+            name: EngineProcess(tree | variants[variant] | arguments, greedy_and_backends)
             for name, (variant, arguments) in cases.items()
         }
         cls.results = {}
@@ -68,22 +65,22 @@ class TestPrefillBackendCuda(unittest.TestCase):
         judges = {}
         for variant, arguments in variants.items():
             answers = {
-                name: cls.results[name][0]
+                name: cls.results[name][0].outputs
                 for name, (of, _) in cases.items()
                 if of == variant and not isinstance(cls.results[name], RuntimeError)
             }
             if answers:
-                judges[variant] = Child(plain | arguments, judge, answers)
+                judges[variant] = EngineProcess(plain | arguments, judge, answers)
         cls.gaps = {variant: child.result(SECONDS) for variant, child in judges.items()}
 
     def check(self, name, prefill, least_accepted, variant=""):
         result = self.results[name]
         if isinstance(result, RuntimeError):
             self.fail(f"{name}: {result}")
-        self.assertEqual(result[4], ["HybridAttnBackend", prefill, "DDTreeTritonAttnBackend"])
-        # The judge's prefix is Triton's, the answer's another backend's: two roundings, where there is one in TIE.
+        self.assertEqual(result[2], ["HybridAttnBackend", prefill, "DDTreeTritonAttnBackend"])
+        # Triton wrote the judge's prefix, another backend the answer's. TIE covers only one rounding.
         tie = None if variant == "fp8" else 2 * TIE
-        assert_first_choices(self, name, result, self.gaps[variant], least_accepted, tie)
+        assert_first_choices(self, name, result[0], self.gaps[variant], least_accepted, tie)
 
     def test_torch(self):
         self.check("torch", "TorchNativeAttnBackend", 50)
@@ -91,8 +88,8 @@ class TestPrefillBackendCuda(unittest.TestCase):
     @unittest.skipUnless(FLASHINFER, "FlashInfer is not installed")
     def test_flashinfer(self):
         self.check("flashinfer", "FlashInferAttnBackend", 50)
-        value, _, _ = self.results["flashinfer"][3]
-        self.assertGreater(value, 0.0)  # the two kernels have run on the rows that FlashInfer wrote
+        value, _, _ = self.results["flashinfer"][1]
+        self.assertGreater(value, 0.0)  # both verify kernels ran on the KV that FlashInfer's prefill wrote
         self.assertLess(value, 0.05)
 
     @unittest.skipUnless(FLASHINFER, "FlashInfer is not installed")

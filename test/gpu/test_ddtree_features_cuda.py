@@ -1,26 +1,29 @@
-"""DDTREE on a CUDA device: what test/e2e checks on a CPU, there in bfloat16, with graphs and overlap scheduling.
+"""DDTREE on a CUDA device: the checks of test/e2e in bfloat16, with graphs and overlap scheduling.
 
-bfloat16 rounds logits, so greedy tokens are judged by how far they are from the first choice, as in test_ddtree_cuda.py.
+bfloat16 rounds logits, so greedy tokens are judged by their gap to the first choice (see support.answers).
 """
 
-import sys
 import unittest
 from pathlib import Path
 
 import torch
 from sglang.test.ci.ci_register import register_cuda_ci
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
-import test_ddtree_lossless as lossless  # noqa: E402  a module: the names of its test classes must not appear here
-import test_ddtree_server as server  # noqa: E402
-from ddtree_host import Child, in_child  # noqa: E402
-from test_ddtree_cuda import CUDA, TIE  # noqa: E402
+from sglang.test.test_utils import CustomTestCase
+from support.answers import TIE
+from support.cases import DDTreeCase
+from support.cuda import CUDA
+from support.jobs import exhaust_grammar, fill_context, stop_everywhere
+from support.penalties import PENALTIES, PenaltyChecks, penalize, stop_tokens
+from support.processes import EngineProcess, run_engine
+from support.prompts import LONG_PROMPTS, PROMPTS, TOKENS
+from support.sampling import SamplingChecks
+from support.server import ServerChecks
 
 register_cuda_ci(est_time=420, suite="gpu")
 
 
-class OnCuda(lossless.DDTreeCase):
-    """Servers on CUDA; the target's weights are bfloat16 numbers, so that definitions in float32 are of the same model."""
+class OnCuda(DDTreeCase):
+    """Engines on CUDA. All weights are bfloat16 numbers, so a definition in float32 is of the same model."""
 
     @classmethod
     def setUpClass(cls):
@@ -34,7 +37,7 @@ class OnCuda(lossless.DDTreeCase):
         cls.tree |= CUDA
 
 
-class TestPenaltiesCuda(lossless.TestPenalties, OnCuda):
+class TestPenaltiesCuda(PenaltyChecks, OnCuda):
     def assert_by_definition(self, outputs):
         from transformers import AutoModelForCausalLM
 
@@ -43,12 +46,10 @@ class TestPenaltiesCuda(lossless.TestPenalties, OnCuda):
         def gaps(prompt, output, options):
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 :]
-            rows = [
-                lossless.penalize(row, output[:i], options) for i, row in enumerate(logits[: len(output)])
-            ]
+            rows = [penalize(row, output[:i], options) for i, row in enumerate(logits[: len(output)])]
             return [float(row.max() - row[token]) for row, token in zip(rows, output)]
 
-        for prompt, options, output in zip(lossless.PROMPTS, lossless.PENALTIES, outputs):
+        for prompt, options, output in zip(PROMPTS, PENALTIES, outputs):
             found = gaps(prompt, output, options)
             print(
                 options,
@@ -59,19 +60,18 @@ class TestPenaltiesCuda(lossless.TestPenalties, OnCuda):
             )
             self.assertLess(max(found), 2 * TIE)
             self.assertLess(sum(gap > 0 for gap in found), len(found) // 8)
-            if options:  # else the check could not fail
+            if options:  # without penalties the answer is far from the definition, so the check can fail
                 self.assertGreater(max(gaps(prompt, output, {})), 3 * TIE)
-            stops = [1, *options.get("stop_token_ids", ())] if "min_new_tokens" in options else []
-            self.assertTrue(len(output) == lossless.TOKENS or output[-1] in stops, output)
+            self.assertTrue(len(output) == TOKENS or output[-1] in stop_tokens(options), output)
 
 
-class TestSamplingCuda(lossless.TestSampling, OnCuda):
-    """The bounds of top-p, top-k and min-p lie where bfloat16 hardly decides.
+class TestSamplingCuda(SamplingChecks, OnCuda):
+    """top-p, top-k and min-p differ from the CPU's tests, so that rounding rarely decides what they cut off.
 
-    With the values of the CPU's tests likely tokens are 0.012 in the logit from them, and which are cut off is rounding.
+    With the CPU's values, likely tokens are within 0.012 (in the logit) of the bounds.
     """
 
-    # Rounding moves unlikely tokens past a bound: of 1,200 answers plain decoding in bfloat16 on a CPU has 14 such.
+    # Rounding moves unlikely tokens past a bound. Plain decoding in bfloat16 on a CPU: 14 of 1,200 answers.
     outside = 0.03
 
     def test_top_p(self):
@@ -85,57 +85,56 @@ class TestSamplingCuda(lossless.TestSampling, OnCuda):
 
 
 class TestStopsCuda(OnCuda):
-    """The jobs of the CPU's tests, with graphs and overlap scheduling."""
-
     def on_tree(self, job, **arguments):
+        """The job's result on DDTREE, and the KV slots that it has leaked."""
         tree = self.tree | dict(speculative_num_draft_tokens=32, skip_tokenizer_init=False) | arguments
-        return in_child(tree, without_leak, job)
+        return run_engine(tree, with_leaked_slots, job)
 
     def test_stops_inside_a_path(self):
-        plain, _ = in_child(
-            self.plain | dict(skip_tokenizer_init=False, disable_overlap_schedule=True), lossless.stops
+        plain, _ = run_engine(
+            self.plain | dict(skip_tokenizer_init=False, disable_overlap_schedule=True), stop_everywhere
         )
-        (ways, inside), leaked = self.on_tree(lossless.stops)
-        others = (
-            0  # answers that a near-tie has led elsewhere; a wrong stop leaves one the beginning of the other
-        )
-        for (way, tokens, reason), (plain_way, plain_tokens, plain_reason) in zip(ways, plain, strict=True):
-            self.assertEqual(way, plain_way)
+        (tree, inside), leaked = self.on_tree(stop_everywhere)
+        diverged = 0
+        for (options, tokens, reason), (same, plain_tokens, plain_reason) in zip(tree, plain, strict=True):
+            self.assertEqual(options, same)
+            # A near-tie makes two answers differ at some token. A wrong stop makes one a prefix of the other.
             if all(a == b for a, b in zip(tokens, plain_tokens)):
-                self.assertEqual((tokens, reason), (plain_tokens, plain_reason), way)
+                self.assertEqual((tokens, reason), (plain_tokens, plain_reason), options)
             else:
-                others += 1
-        self.assertLess(others, len(ways) // 2)  # one prompt: one near-tie leads all longer answers elsewhere
-        self.assertGreater(inside, 10, "few answers stopped before their last step's last token")
+                diverged += 1
+        # All answers are to one prompt, so one near-tie makes all longer answers diverge.
+        self.assertLess(diverged, len(tree) // 2)
+        self.assertGreater(inside, 10, "few answers stopped inside their last path")
         self.assertEqual(leaked, 0)
 
     def test_grammar_that_allows_no_token(self):
-        (greedy, sampled, free), leaked = self.on_tree(lossless.impossible, grammar_backend="xgrammar")
-        self.assertEqual([reason for _, reason in (greedy, sampled, free)], ["abort", "abort", "length"])
+        answers, leaked = self.on_tree(exhaust_grammar, grammar_backend="xgrammar")
+        self.assertEqual([reason for _, reason in answers], ["abort", "abort", "length"])
         self.assertEqual(leaked, 0)
 
 
-def without_leak(host, job):
+def with_leaked_slots(engine, job):
     """What the job returns, and the KV slots that it has not given back."""
-    before = host.free_slots()
-    result = job(host)
-    return result, before - host.free_slots()
+    before = engine.free_slots()
+    result = job(engine)
+    return result, before - engine.free_slots()
 
 
-def judge_the_end(host, answers):
-    """to_the_end() of plain decoding, and how far the tokens of each server's answers are from greedy."""
-    return *lossless.to_the_end(host), [host.gaps(lossless.LONG, outputs) for outputs in answers]
+def fill_context_and_judge(engine, answers):
+    """fill_context() of plain decoding, and the gaps of each engine's answers."""
+    return *fill_context(engine), [engine.gaps(LONG_PROMPTS, outputs) for outputs in answers]
 
 
 class TestContextEndCuda(OnCuda):
     def test_context_ends(self):
         modes = ("native", "triton")
         tree = self.tree | {"speculative_num_draft_tokens": 32}
-        servers = [Child(tree | {"speculative_ddtree_verify": mode}, lossless.to_the_end) for mode in modes]
-        answers = [server.result() for server in servers]
-        # the last tokens are left out: a prompt of the whole context is refused
+        engines = [EngineProcess(tree | {"speculative_ddtree_verify": mode}, fill_context) for mode in modes]
+        answers = [engine.result() for engine in engines]
+        # The last tokens are not judged: a prompt that fills the whole context is refused.
         shorter = [[output[:-8] for output in outputs] for outputs, _ in answers]
-        plain, _, judged = in_child(self.plain, judge_the_end, shorter)
+        plain, _, judged = run_engine(self.plain, fill_context_and_judge, shorter)
         for mode, (outputs, leaked), gaps in zip(modes, answers, judged):
             with self.subTest(mode):
                 print(mode, "largest gaps", [max(found) for found in gaps])
@@ -144,12 +143,12 @@ class TestContextEndCuda(OnCuda):
                 self.assertLess(max(max(found) for found in gaps), 2 * TIE)
 
 
-class TestServerCuda(server.TestDDTreeServer):
+class TestServerCuda(ServerChecks, CustomTestCase):
     device = "cuda"
-    flags = [
+    flags = (
         "--attention-backend", "triton", "--sampling-backend", "pytorch", "--cuda-graph-max-bs-decode", "8",
         "--cuda-graph-backend-prefill", "disabled", "--mem-fraction-static", "0.5",
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
-"""Memory of DDTREE on a CUDA device that grows with b * N * V or b * N * context elsewhere: sampling, and graph buffers."""
+"""DDTREE's memory on a CUDA device: bounded for sampling, one prefix per request for graph buffers.
 
-import sys
+Written without care, sampling would copy bs * N * vocabulary logits several times, and graph buffers would
+hold bs * N prefixes.
+"""
+
 import unittest
-from pathlib import Path
 
 import torch
 from sglang.test.ci.ci_register import register_cuda_ci
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
-from ddtree_host import in_child  # noqa: E402
-from test_ddtree_cuda import CUDA, models  # noqa: E402
+from support.cuda import CUDA
+from support.models import write_models_for
+from support.processes import run_engine
 
 register_cuda_ci(est_time=60, suite="gpu")
 
-REQUESTS, ROWS, VOCABULARY = 48, 32, 151936
+BS, NUM_NODES, VOCABULARY = 48, 32, 151936
 CASES = {
     "temperature": dict(),
     "top-p, top-k, min-p": dict(need_top_p_sampling=True, need_top_k_sampling=True, need_min_p_sampling=True),
@@ -24,7 +25,7 @@ def sampling_info(**needs):
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     def each(value, dtype=torch.float32):
-        return torch.full((REQUESTS,), value, dtype=dtype, device="cuda")
+        return torch.full((BS,), value, dtype=dtype, device="cuda")
 
     return SamplingBatchInfo(
         temperatures=each(1.3)[:, None], top_ps=each(0.9), top_ks=each(1000, torch.int32), min_ps=each(0.01),
@@ -33,22 +34,26 @@ def sampling_info(**needs):
     )  # fmt: skip
 
 
-def peaks(host):
-    """Bytes that sampling takes beside the logits, by case and by how many of the requests are greedy; and the length of the
-    slot buffers that the graphs of target and drafter read, over what one request has at most.
-    """
-    from sglang.srt.speculative.ddtree.verify import target_tokens
+def peaks(engine):
+    """Measures sampling and the graph buffers.
 
-    worker = host.scheduler.draft_worker
+    Returns:
+        The bytes that sampling takes in addition to the logits, by case and by the number of greedy requests.
+        Then the sizes of the slot buffers that the graphs of target and drafter read, in units of the slots
+        of one request.
+    """
+    from sglang.srt.speculative.ddtree.sampling import target_tokens
+
+    worker = engine.scheduler.draft_worker
     sampler = worker.model_runner.sampler
-    positions = torch.arange(REQUESTS * ROWS, device="cuda")
+    positions = torch.arange(BS * NUM_NODES, device="cuda")
     generator = torch.Generator("cuda").manual_seed(1)
     found = {}
     for name, needs in CASES.items():
-        for greedy in (0, REQUESTS // 2):
-            logits = torch.randn(REQUESTS * ROWS, VOCABULARY, device="cuda", generator=generator) * 3
-            info, sampled = sampling_info(**needs), list(range(greedy, REQUESTS))
-            best = logits[: greedy * ROWS].argmax(-1)
+        for greedy in (0, BS // 2):
+            logits = torch.randn(BS * NUM_NODES, VOCABULARY, device="cuda", generator=generator) * 3
+            info, sampled = sampling_info(**needs), list(range(greedy, BS))
+            best = logits[: greedy * NUM_NODES].argmax(-1)
             for _ in range(2):  # the first compiles kernels
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
@@ -59,7 +64,7 @@ def peaks(host):
                 torch.cuda.set_sync_debug_mode("default")
             copy = logits.nbytes if greedy else 0
             found[name, greedy] = torch.cuda.max_memory_allocated() - before - copy
-            assert torch.equal(tokens[: greedy * ROWS], best)
+            assert torch.equal(tokens[: greedy * NUM_NODES], best)
             assert 0 <= int(tokens.min()) and int(tokens.max()) < VOCABULARY
             del logits, tokens, best
             torch.cuda.empty_cache()
@@ -71,21 +76,21 @@ def peaks(host):
 class TestMemory(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        _, target, drafter = models(cls)
-        cls.sampling, cls.slots = in_child(
+        _, target, drafter = write_models_for(cls)
+        cls.sampling, cls.slots = run_engine(
             CUDA
             | dict(model_path=target, speculative_algorithm="DDTREE", speculative_draft_model_path=drafter,
-                   speculative_num_draft_tokens=ROWS, mem_fraction_static=0.5),
+                   speculative_num_draft_tokens=NUM_NODES, mem_fraction_static=0.5),
             peaks,
         )  # fmt: skip
 
-    def test_sampling_takes_little_beside_the_logits(self):
-        whole = REQUESTS * ROWS * VOCABULARY * 4
+    def test_sampling_takes_little_more_than_the_logits(self):
+        whole = BS * NUM_NODES * VOCABULARY * 4
         for case, taken in self.sampling.items():
-            print(f"{case}: {taken / 1e6:.0f} MB beside logits of {whole / 1e6:.0f} MB")
+            print(f"{case}: {taken / 1e6:.0f} MB in addition to logits of {whole / 1e6:.0f} MB")
             self.assertLess(taken, 900e6, case)
 
-    def test_graphs_hold_one_prefix_a_request(self):
+    def test_graphs_hold_one_prefix_per_request(self):
         self.assertEqual(self.slots, [8, 8])  # cuda_graph_max_bs_decode
 
 

@@ -1,0 +1,32 @@
+"""Base class of test cases that compare DDTREE with plain decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.test.test_utils import CustomTestCase
+
+from support.models import write_models_for
+
+
+class DDTreeCase(CustomTestCase):
+    """A test case with tiny models and the engine arguments of both kinds of decoding.
+
+    Attributes:
+        target: folder of the target.
+        plain: arguments of an engine that decodes plainly.
+        tree: arguments of an engine that runs DDTREE.
+    """
+
+    target: str
+    plain: dict[str, Any]
+    tree: dict[str, Any]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        _, cls.target, drafter = write_models_for(cls)
+        cls.plain = {"model_path": cls.target}
+        cls.tree = cls.plain | {
+            "speculative_algorithm": "DDTREE",
+            "speculative_draft_model_path": drafter,
+        }

@@ -1,0 +1,172 @@
+"""An engine in this process: SGLang's scheduler and model, without HTTP and without a tokenizer process."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class Greedy(NamedTuple):
+    """What Engine.greedy() found.
+
+    Attributes:
+        outputs: tokens of each answer.
+        steps: verify steps of all requests together.
+        accepted: accepted draft tokens of all requests together.
+        free_slots: free slots of the KV pool before and after.
+    """
+
+    outputs: list[list[int]]
+    steps: int
+    accepted: int
+    free_slots: tuple[int, int]
+
+
+class Engine:
+    """Upstream's Scheduler without its processes and sockets. Prompts go in, finished `Req` objects come out.
+
+    A process can hold one engine only, as a server's process does: see support.processes.
+
+    Args:
+        rank: tensor-parallel rank of this process. All ranks must run the same job, with the same nccl_port.
+        arguments: fields of ServerArgs. The defaults suit a tiny model on a CPU.
+    """
+
+    def __init__(self, rank: int = 0, **arguments: Any) -> None:
+        from sglang.srt.managers import scheduler as module
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.runtime_context import SpawnRanks, publish
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        load_plugins()
+        if arguments.get("tp_size", 1) > 1:  # otherwise upstream wants one NUMA node per rank
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * arguments["tp_size"]))
+        arguments = dict(
+            device="cpu", dtype="float32", attention_backend="torch_native", sampling_backend="pytorch",
+            skip_tokenizer_init=True, mem_fraction_static=0.05, max_total_tokens=4096, max_running_requests=8,
+            skip_server_warmup=True, random_seed=1,
+        ) | arguments  # fmt: skip
+        self.args = ServerArgs(**arguments)
+        self.args.resolve_once()
+        publish(self.args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
+        self.scheduler = module.Scheduler(self.args, PortArgs.init_new(self.args))
+        self._submitted = 0
+        self._aborted: set[str] = set()
+        self._created: list[Req] = []
+        create = self.scheduler._create_generation_req
+
+        def remember(*args: Any, **options: Any) -> Req:
+            self._created.append(create(*args, **options))
+            return self._created[-1]
+
+        self.scheduler._create_generation_req = remember
+
+    def submit(self, prompt: list[int], **options: Any) -> Req:
+        """Queues a request.
+
+        Args:
+            prompt: token ids.
+            options: sampling parameters, and the request's options for log-probabilities.
+
+        Returns:
+            The request, which finish() completes.
+        """
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        self._submitted += 1
+        defaults = dict(
+            return_logprob=False, top_logprobs_num=0, logprob_start_len=-1, token_ids_logprob=None
+        )
+        logprob = {name: options.pop(name, default) for name, default in defaults.items()}
+        params = SamplingParams(**options)
+        params.normalize(self.scheduler.tokenizer)
+        self.scheduler.handle_generate_request(
+            TokenizedGenerateReqInput(
+                rid=f"r{self._submitted}", input_text=None, input_ids=array("q", prompt), input_embeds=None,
+                mm_inputs=None, token_type_ids=None, sampling_params=params, stream=False, **logprob,
+            )
+        )  # fmt: skip
+        return self._created.pop()
+
+    def generate(self, prompts: list[list[int]], **options: Any) -> list[Req]:
+        """Runs one request per prompt to its end in upstream's event loop. `options`: see submit()."""
+        return self.finish([self.submit(prompt, **options) for prompt in prompts])
+
+    def greedy(self, prompts: list[list[int]], tokens: int) -> Greedy:
+        """Answers each prompt with the `tokens` most likely tokens."""
+        free = self.free_slots()
+        requests = self.generate(prompts, temperature=0, max_new_tokens=tokens, ignore_eos=True)
+        return Greedy(
+            [list(request.output_ids)[:tokens] for request in requests],
+            sum(request.spec_verify_ct for request in requests),
+            sum(request.spec_num_correct_drafts for request in requests),
+            (free, self.free_slots()),
+        )
+
+    def gaps(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[list[float]]:
+        """How far each output token is from this engine's first choice after the same tokens.
+
+        One prefill over prompt and output judges every token by its own prefix.
+
+        Args:
+            prompts: token ids.
+            outputs: an answer to each prompt, from any engine.
+
+        Returns:
+            For each token of each output, the first choice's logit minus the token's. 0 means that the token
+            is the first choice. A value near 0 is a tie, which is common in bfloat16.
+        """
+        everything = self.scheduler.model_config.vocab_size
+        requests = self.finish([
+            self.submit([*prompt, *output], temperature=0, max_new_tokens=1, return_logprob=True,
+                        top_logprobs_num=everything, logprob_start_len=len(prompt) - 1)
+            for prompt, output in zip(prompts, outputs)
+        ])  # fmt: skip
+        found = []
+        for request, output in zip(requests, outputs):
+            values = request.logprob.input_top_logprobs_val[-len(output) :]
+            tokens = request.logprob.input_top_logprobs_idx[-len(output) :]
+            found.append([v[0] - v[list(t).index(token)] for v, t, token in zip(values, tokens, output)])
+        return found
+
+    def abort(self, request: Req) -> None:
+        """Aborts a request, as a server does when the client hangs up."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self._aborted.add(request.rid)  # a request that never ran gets no finish reason
+        self.scheduler.abort_request(AbortReq(rid=request.rid))
+
+    def finish(self, requests: list[Req], each_turn: Callable[[], bool] = lambda: True) -> list[Req]:
+        """Runs the event loop until all requests are finished and nothing is in flight.
+
+        Args:
+            requests: from submit().
+            each_turn: called at every turn of the loop. It may abort requests and may submit more and append
+                them to `requests`. It returns whether it has submitted the last one.
+
+        Returns:
+            `requests`.
+        """
+        scheduler = self.scheduler
+
+        def ingest_requests() -> None:
+            complete = each_turn()
+            idle = scheduler.last_batch is None  # after an idle turn the loop has checked its memory
+            ended = all(request.finished() or request.rid in self._aborted for request in requests)
+            scheduler.gracefully_exit = complete and idle and ended
+
+        scheduler.ingest_requests = ingest_requests
+        scheduler.gracefully_exit = False
+        scheduler.run_event_loop()
+        return requests
+
+    def free_slots(self) -> int:
+        """Slots of the KV pool that no request holds, those that the radix cache can evict included."""
+        scheduler = self.scheduler
+        return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()

@@ -1,0 +1,89 @@
+"""Jobs that the CPU's and the GPU's tests run on an engine."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from support.engine import Engine, Greedy
+from support.models import SYMBOLS, text_of
+from support.prompts import LONG_PROMPTS, PROMPTS, TOKENS
+
+
+def greedy(engine: Engine) -> Greedy:
+    """Greedy answers to PROMPTS."""
+    return engine.greedy(PROMPTS, TOKENS)
+
+
+def sample(engine: Engine, prompt: list[int], count: int, options: dict[str, Any]) -> list[list[int]]:
+    """The first three tokens of `count` answers to one prompt, under the sampling parameters `options`."""
+    requests = engine.generate([prompt] * count, max_new_tokens=3, ignore_eos=True, **options)
+    return [list(request.output_ids)[:3] for request in requests]
+
+
+def fill_context(engine: Engine) -> tuple[list[list[int]], int]:
+    """Greedy answers that only the end of the context stops, and by how much the free slots have changed."""
+    free = engine.free_slots()
+    requests = engine.generate(LONG_PROMPTS, temperature=0, max_new_tokens=4096, ignore_eos=True)
+    return [list(request.output_ids_through_stop) for request in requests], engine.free_slots() - free
+
+
+def exhaust_grammar(engine: Engine) -> list[tuple[str, str]]:
+    """Runs two requests whose grammar allows no fourth token, in one batch with a request without grammar.
+
+    Returns:
+        Text and type of the finish reason of the greedy, the sampled and the free request.
+    """
+    regex = "ab(0|1)x"  # no token has the text "x"
+    requests = [
+        engine.submit(PROMPTS[1], temperature=0, max_new_tokens=20, regex=regex),
+        engine.submit(PROMPTS[1], temperature=1.0, max_new_tokens=20, regex=regex),
+        engine.submit(PROMPTS[2], temperature=1.5, top_p=0.9, max_new_tokens=20, ignore_eos=True),
+    ]
+    engine.finish(requests)
+    return [
+        (text_of(request.output_ids_through_stop), request.finished_reason.to_json()["type"])
+        for request in requests
+    ]
+
+
+def stop_options(output: list[int]) -> list[dict[str, Any]]:
+    """Sampling parameters that end a greedy answer at or soon after each of its tokens.
+
+    Each holds one kind of stop (length, string, expression, token) or several that compete.
+    """
+    symbols = [SYMBOLS[token] for token in output]
+    found: list[dict[str, Any]] = [dict(max_new_tokens=length) for length in range(1, 12)]
+    for i in range(len(output) - 4):
+        token, first, later = output[i], "".join(symbols[i : i + 2]), "".join(symbols[i + 2 : i + 4])
+        found += [
+            dict(stop=first + later),
+            dict(stop=[later, first], no_stop_trim=True),
+            dict(stop=[first + later], max_new_tokens=i + 3),
+            dict(stop=first, min_new_tokens=i + 5),
+            dict(stop_regex=[re.escape(later), re.escape(first) + "$"]),
+            dict(stop_regex=re.escape(first) + ".", stop=later),
+            dict(stop=symbols[i + 1] + later, stop_token_ids=[token]),
+            dict(stop=symbols[i] + symbols[i + 1], stop_token_ids=[token], ignore_eos=True),
+            dict(stop_token_ids=[token, output[i + 1]], max_new_tokens=i + 1),
+            dict(stop_token_ids=[token], min_new_tokens=i + 3),
+        ]
+    return found
+
+
+def stop_everywhere(engine: Engine) -> tuple[list[tuple[dict[str, Any], list[int], dict[str, Any]]], int]:
+    """Answers one prompt greedily under each of the stop_options() of its free answer.
+
+    Returns:
+        For each: the options, the tokens through the stop, and the finish reason. Then how many answers
+            stopped before
+        the last token of their last step.
+    """
+    common = dict(temperature=0, max_new_tokens=24)
+    (free,) = engine.generate([PROMPTS[1]], ignore_eos=True, **common)
+    every = stop_options(list(free.output_ids[:24]))
+    requests = engine.finish([engine.submit(PROMPTS[1], **common | options) for options in every])
+    outputs = [list(request.output_ids_through_stop) for request in requests]
+    reasons = [request.finished_reason.to_json() for request in requests]
+    inside = sum(len(request.output_ids) > len(output) for request, output in zip(requests, outputs))
+    return list(zip(every, outputs, reasons)), inside

@@ -1,0 +1,111 @@
+"""Processes that run one engine each. A process can hold only one, so each configuration gets its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from support.engine import Engine
+
+Job = Callable[..., Any]  # called with the engine and the job's arguments
+
+_ports = random.SystemRandom().sample(range(24000, 32000), 8000)  # below the ephemeral ports
+
+
+def unused_port() -> int:
+    """A TCP port that nobody listens on. This process never hands it out twice.
+
+    Children bind their port long after they start. Without this, children that start together would pick the
+    same one.
+
+    Raises:
+        RuntimeError: no port is free.
+    """
+    while _ports:
+        port = _ports.pop()
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("unused_port: expected a free port from 24000 to 31999, got none")
+
+
+class EngineProcess:
+    """A child process that creates an engine and runs a job on it.
+
+    On a CPU the child is forked, so that SGLang's imports (twenty seconds) are paid only once, by the parent.
+    CUDA does not survive a fork, so with `device="cuda"` the child is spawned and imports for itself.
+
+    Args:
+        arguments: of Engine.
+        job: called as job(engine, *args). If it has a method `before`, that is called before the engine is
+            created. With CUDA it must pickle.
+        args: further arguments of the job.
+    """
+
+    def __init__(self, arguments: dict[str, Any], job: Job, *args: Any) -> None:
+        arguments = {"nccl_port": unused_port()} | arguments
+        forked = arguments.get("device", "cpu") == "cpu"
+        if forked:
+            import sglang.srt.managers.scheduler  # noqa: F401  before the fork, for all children
+            import sglang.srt.models.registry  # noqa: F401
+            import sglang.srt.speculative.dflash_worker_v2  # noqa: F401
+
+            torch.set_num_threads(1)  # a forked child must not inherit a thread pool
+        context = multiprocessing.get_context("fork" if forked else "spawn")
+        self._pipe, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(theirs, arguments, job, args))
+        self._process.start()
+        theirs.close()
+
+    def result(self, seconds: float | None = None) -> Any:
+        """Waits for the job's result.
+
+        Args:
+            seconds: time to wait before the child is killed. None waits for ever.
+
+        Raises:
+            RuntimeError: the child failed, died or was killed. The text is its traceback or its exit code.
+        """
+        try:
+            if not self._pipe.poll(seconds):
+                self._process.kill()
+            done, result = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            done, result = False, f"the child died with exit code {self._process.exitcode}"
+        self._process.join()
+        if not done:
+            raise RuntimeError(result)
+        return result
+
+
+def _run(pipe: Any, arguments: dict[str, Any], job: Job, args: tuple[Any, ...]) -> None:
+    try:
+        getattr(job, "before", lambda: None)()
+        pipe.send((True, job(Engine(**arguments), *args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    pipe.close()
+    os._exit(0)  # threads of the scheduler wait for requests and would keep the process alive
+
+
+def run_engine(arguments: dict[str, Any], job: Job, *args: Any) -> Any:
+    """Runs a job on an engine in a child process; returns its result. Arguments as for EngineProcess."""
+    return EngineProcess(arguments, job, *args).result()
+
+
+def run_ranks(arguments: dict[str, Any], job: Job, *args: Any) -> list[Any]:
+    """Runs a job on every rank of a tensor-parallel group (`tp_size`) and returns the results, by rank."""
+    arguments = arguments | {"nccl_port": unused_port()}
+    children = [EngineProcess(arguments | {"rank": rank}, job, *args) for rank in range(arguments["tp_size"])]
+    return [child.result() for child in children]
