@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "../../csrc/common/mma_sm80.cuh"
+#include "common/mma_sm80.cuh"
 
 constexpr int kThreads = 256, kChains = 8, kIterations = 4096;
 
