@@ -134,7 +134,7 @@ def test_every_node(num_nodes, depth, width, sharpness, keep_top1_path, device):
 
 @on_each_device
 def test_stated_order(device):
-    """Two equal candidates at each of two positions: ordered by score, then depth, then the parent's index, then rank."""
+    """Two equal candidates at two positions: ordered by score, then depth, then the parent's index, then rank."""
     candidates = torch.tensor([[[10, 11], [20, 21]]])
     trees = built(candidates, torch.full((1, 2, 2), -1.0), torch.tensor([5]), 8, device)
     assert trees.tokens[0].tolist() == [5, 10, 11, 20, 21, 20, 21, 5]

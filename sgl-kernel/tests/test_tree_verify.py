@@ -318,7 +318,7 @@ def test_a_million_tokens(mla, device):
 @on_cuda
 @pytest.mark.parametrize("mla", [False, True])
 def test_graph_replay(mla, device):
-    """One capture serves other lengths, slots, trees and values, with the same bits as eager and without a host wait."""
+    """One capture serves other lengths, slots, trees and values, with eager's bits and without a host wait."""
 
     def case(trees, prefix_lens, seed):
         rows = sum(len(t) for t in trees)

@@ -118,7 +118,8 @@ def make_batch(case: Case, device="cpu") -> Batch:
     total_rows = sum(len(t) for t in trees) + case.padding_rows
     words = ancestor_words(case.num_nodes or max(1, *(len(t) for t in trees)))
 
-    # The pages of all requests are in random order. As in SGLang, a request's last page holds its tree after its prefix.
+    # The pages of all requests are in random order. As in SGLang, a request's last page holds its tree after its
+    # prefix.
     tokens_of = [length + len(tree) for tree, length in zip(trees, case.prefix_lens, strict=True)]
     pages_of = [-(-tokens // case.page_size) for tokens in tokens_of]
     num_pages = sum(pages_of) + 2  # two without an owner
@@ -241,8 +242,8 @@ def expected(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-# Largest error of a row of O, relative to the row's norm. O is rounded to q's type, which costs at most 2^-9 or 2^-12 in
-# norm, and the kernels round the softmax weights to the same type. Sums are float32 or wider. float8_e4m3 values are
+# Largest error of a row of O, relative to the row's norm. O is rounded to q's type, which costs at most 2^-9 or 2^-12
+# in norm, and the kernels round the softmax weights to the same type. Sums are float32 or wider. float8_e4m3 values are
 # exact in both types and the reference reads the same quantized cache, so a float8 cache needs no wider bound.
 O_TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 # Absolute error of the natural logarithm. The products are exact in float32, and logits are of order 1 to 50.

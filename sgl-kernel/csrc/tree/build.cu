@@ -100,7 +100,7 @@ template <int kKeys>
 __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__ BuildParams p) {
   __shared__ BuildShared shared;
   const int request = blockIdx.x, D = p.max_depth, K = p.num_candidates, N = p.num_nodes;
-  const float* log_probs = p.log_probs + int64_t{request} * D * K;
+  const float* log_probs = p.log_probs + int64_t{request} * (D * K);
   const float* log_sum = p.log_sum ? p.log_sum + int64_t{request} * D : nullptr;
   for (int i = threadIdx.x; i < (D + 1) * (K + 1); i += kThreads) {
     const int d = i / (K + 1), k = i % (K + 1);
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__
     const Node node = is_candidate ? Node::unpack(shared.nodes[i]) : Node{0, -1, 0};
     const int64_t out = first + i;
     p.tokens[out] =
-        is_candidate ? p.candidates[(int64_t{request} * D + node.depth - 1) * K + node.rank] : p.bonus[request];
+        is_candidate ? p.candidates[int64_t{request} * (D * K) + (node.depth - 1) * K + node.rank] : p.bonus[request];
     p.parents[out] = node.parent;
     p.depths[out] = node.depth;
     p.first_child[out] = shared.first_child[i];

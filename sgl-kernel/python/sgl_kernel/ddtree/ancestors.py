@@ -1,4 +1,4 @@
-"""The layout of ancestor words: bit j % 64 of word j // 64 is set if node j is an ancestor of the node, or the node itself.
+"""Ancestor words: bit j % 64 of word j // 64 is set if node j is an ancestor of the node, or the node itself.
 
 The C++ counterpart is csrc/common/draft_tree.h.
 """

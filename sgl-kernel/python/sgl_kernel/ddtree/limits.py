@@ -1,4 +1,4 @@
-"""The limits of the ops, read from the library: they are defined in csrc/common/draft_tree.h and tree_verify/params.h."""
+"""The limits of the ops, read from the library. csrc/common/draft_tree.h and csrc/tree_verify/params.h define them."""
 
 import torch
 

@@ -132,9 +132,9 @@ def build_trees(
 
     A node at depth d has the score log q_1 + ... + log q_d of the tokens on its path (float32, summed from the root
     down). Nodes are ordered by score, highest first. Ties are broken by lower depth, then by lower index of the parent,
-    then by lower rank. The tree takes the first N - 1 nodes and numbers them in this order. No tree of the same size has
-    a larger sum of prefix probabilities. Candidates of probability 0 (-inf or NaN) never become nodes. A tree is smaller
-    than N if there are too few prefixes.
+    then by lower rank. The tree takes the first N - 1 nodes and numbers them in this order. No tree of the same size
+    has a larger sum of prefix probabilities. Candidates of probability 0 (-inf or NaN) never become nodes. A tree is
+    smaller than N if there are too few prefixes.
 
     The result is the same on the CPU and on CUDA, bit for bit. A capture fixes shapes and keep_top1_path; everything
     else is read on the device.

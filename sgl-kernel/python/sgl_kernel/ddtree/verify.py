@@ -9,18 +9,17 @@ from .limits import MAX_NODES, MLA_HEAD_SIZES
 
 _ops = torch.ops.sgl_kernel
 
-# Checks index values (slots, ancestor bits, lengths) before each launch on CUDA. The check waits for the device, so it is
-# off by default and skipped during graph capture. The CPU ops always check.
+# Checks index values (slots, ancestor bits, lengths) before each launch on CUDA. The check waits for the device, so it
+# is off by default and skipped during graph capture. The CPU ops always check.
 DEBUG = os.environ.get("SGLANG_DDTREE_DEBUG", "0") == "1"
 
 
 @dataclass(frozen=True)
 class VerifyWorkspace:
-    """What a graph capture fixes: the split count for each batch size, the width of a tree, and the buffer for partial O
-    and LSE.
+    """What a graph capture fixes: the splits per batch size, the width of a tree, and the buffer for partial results.
 
-    The buffer needs no initialization. One workspace serves all layers of a stream in turn. Ops that run at the same time
-    on two streams need one each.
+    The buffer needs no initialization. One workspace serves all layers of a stream in turn. Ops that run at the same
+    time on two streams need one each.
     """
 
     buffer: torch.Tensor  # [bytes] uint8, enough for every batch size up to max_bs
