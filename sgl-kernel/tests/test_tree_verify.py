@@ -693,7 +693,7 @@ def test_workspace_too_small(device):
 @pytest.mark.parametrize("name", ["qo_indptr", "kv_indices", "ancestors"])
 def test_wrong_device(name, device):
     batch = make_batch(Case(), device)
-    with pytest.raises(ValueError, match=f"{name}: expected device cuda:0 as .*, got cpu"):
+    with pytest.raises(ValueError, match=f"{name}: expected device cuda:0 like .*, got cpu"):
         batch.run(**{name: batch.arguments[name].cpu()})
 
 
