@@ -1,6 +1,6 @@
-// A small case of every tree-verify kernel instantiation, without torch, against the CPU reference. Meant to run under
-// compute-sanitizer (sanitize.sh), and quick enough to be the first thing to try on a new card. Slots of the pool that
-// no request names are never written, so initcheck sees any read of them; the workspace is not initialized either.
+// Runs a small case of every tree-verify kernel instantiation against the CPU reference, without torch. It is meant for
+// compute-sanitizer (sanitize.sh), and is also a quick first test on a new card. Slots that no request names and the
+// workspace are never initialized, so initcheck reports any read of them.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "common/float_types.h"
-#include "tree_verify/launch.h"
+#include "tree_verify/dispatch.h"
 #include "tree_verify/reference.h"
 
 using namespace ddtree;
@@ -27,7 +27,7 @@ void check(cudaError_t status, const char* what) {
   std::exit(2);
 }
 
-// Host bytes and their device twin.
+// Bytes on the host and their copy on the device.
 struct Buffer {
   std::vector<char> host;
   void* device = nullptr;
@@ -51,15 +51,15 @@ int bytes_of(DType type) { return type == DType::kFloat8E4M3 ? 1 : 2; }
 
 struct Shape {
   DType q_dtype, kv_dtype;
-  int d_qk, d_v, h_q, rows, num_splits;
+  int d_qk, d_v, h_q, num_nodes, num_splits;
   bool options;  // sliding window, cap, sinks, scales
 };
 
 std::string describe(const Shape& s) {
   char text[128];
-  std::snprintf(text, sizeof text, "q %s, KV %s, head size %d, %d rows x %d heads, %d splits",
+  std::snprintf(text, sizeof text, "q %s, KV %s, head size %d, %d nodes x %d heads, %d splits",
                 s.q_dtype == DType::kBFloat16 ? "bf16" : "fp16", s.kv_dtype == DType::kFloat8E4M3 ? "fp8" : "as q",
-                s.d_qk, s.rows, s.h_q, s.num_splits);
+                s.d_qk, s.num_nodes, s.h_q, s.num_splits);
   return text;
 }
 
@@ -85,15 +85,15 @@ float load(DType type, const char* in, int64_t i) {
   return type == DType::kBFloat16 ? float{BFloat16{bits}} : float{Float16{bits}};
 }
 
-// Runs one launch and returns the largest difference to the reference, in units of the largest value of O.
+// Runs one launch. Returns the largest difference from the reference, relative to the largest value of O.
 double run(const Shape& s) {
   const bool mla = s.d_qk == kMlaQkDim;
-  const int h_kv = 1, b = 3, words = (s.rows + kAncestorWordBits - 1) / kAncestorWordBits;
-  const std::vector<int32_t> rows = {s.rows, 0, 2}, prefix = {45, 7, 0};
-  const int total = s.rows + 2, num_slots = total + 45 + 9;
+  const int h_kv = 1, bs = 3, words = ancestor_words(s.num_nodes);
+  const std::vector<int32_t> sizes = {s.num_nodes, 0, 2}, prefix = {45, 7, 0};
+  const int total = s.num_nodes + 2, num_slots = total + 45 + 9;
   std::vector<int32_t> qo_indptr = {0}, kv_indptr = {0}, slots(num_slots);
-  for (int r = 0; r < b; ++r) {
-    qo_indptr.push_back(qo_indptr.back() + rows[r]);
+  for (int r = 0; r < bs; ++r) {
+    qo_indptr.push_back(qo_indptr.back() + sizes[r]);
     kv_indptr.push_back(kv_indptr.back() + prefix[r]);
   }
   std::iota(slots.begin(), slots.end(), 0);
@@ -101,11 +101,11 @@ double run(const Shape& s) {
   const std::vector<int32_t> tree_slots(slots.begin(), slots.begin() + total);
   const std::vector<int32_t> kv_indices(slots.begin() + total, slots.begin() + total + kv_indptr.back());
   std::vector<uint64_t> ancestors(int64_t{total} * words, 0);
-  for (int r = 0; r < b; ++r) {
-    for (int i = 0; i < rows[r]; ++i) {
+  for (int r = 0; r < bs; ++r) {
+    for (int i = 0; i < sizes[r]; ++i) {
       uint64_t* row = &ancestors[int64_t{qo_indptr[r] + i} * words];
       if (i > 0) std::copy_n(&ancestors[int64_t{qo_indptr[r]} * words + int64_t(rng() % i) * words], words, row);
-      row[i / kAncestorWordBits] |= uint64_t{1} << (i % kAncestorWordBits);
+      row[i / kAncestorWordBits] |= ancestor_bit(i);
     }
   }
 
@@ -136,9 +136,9 @@ double run(const Shape& s) {
   p.sm_scale = 1.0f / std::sqrt(static_cast<float>(s.d_qk));
   p.logit_cap = s.options ? 8.0f : 0.0f;
   p.sliding_window = s.options ? 21 : -1;
-  p.b = b;
+  p.bs = bs;
   p.total_rows = total;
-  p.max_rows = s.rows;
+  p.num_nodes = s.num_nodes;
   p.words = words;
   p.h_q = s.h_q;
   p.h_kv = h_kv;
@@ -195,7 +195,7 @@ double run(const Shape& s) {
   return difference / largest;
 }
 
-// Every instantiation; the number that failed.
+// Runs every instantiation. Returns the number of failures.
 int run_all(const char* kernels) {
   int failed = 0, launches = 0;
   for (DType q_dtype : {DType::kBFloat16, DType::kFloat16}) {
@@ -203,9 +203,9 @@ int run_all(const char* kernels) {
       for (int num_splits : {1, 3}) {
         std::vector<Shape> shapes;
         const bool options = num_splits == 3;
-        for (int d : {64, 96, 128, 192, 256}) {
-          // Two heads a KV head: 6, 40 and 80 packed rows take the three tile heights.
-          for (int rows : {3, 20, 40}) shapes.push_back({q_dtype, kv_dtype, d, d, 2, rows, num_splits, options});
+        for (int d : kGqaHeadSizes) {
+          // With two heads per KV head, 6, 40 and 80 packed rows use the three tile heights.
+          for (int nodes : {3, 20, 40}) shapes.push_back({q_dtype, kv_dtype, d, d, 2, nodes, num_splits, options});
         }
         shapes.push_back({q_dtype, kv_dtype, kMlaQkDim, kMlaVDim, 4, 5, num_splits, options});
         shapes.push_back({q_dtype, kv_dtype, kMlaQkDim, kMlaVDim, 4, 20, num_splits, options});

@@ -1,5 +1,5 @@
-// Runs the draft-tree kernels against the reference, without torch: for compute-sanitizer (tests/sanitize.sh) and for
-// the first run on a new card. Prints what differs; exits with the number of cases that do.
+// Runs the draft-tree kernels against the CPU reference, without torch, for compute-sanitizer (sanitize.sh) and as a
+// first test on a new card. Prints the cases that differ and exits with their number.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -26,8 +26,8 @@ void check(cudaError_t error) {
   std::exit(100);
 }
 
-// An array on the host and on the device. Outputs differ until the op writes them: the host's hold 0x55, the device's
-// are not initialized, so that initcheck sees what is read of them.
+// An array on the host and on the device. Outputs differ until the op writes them: the host's hold 0x55, and the
+// device's are uninitialized, so that initcheck reports reads of them.
 template <typename T>
 struct Array {
   std::vector<T> host;
@@ -61,37 +61,36 @@ std::vector<T> filled(size_t count, const std::function<T()>& next) {
   return values;
 }
 
-// Build, accept and commit in turn, on both sides. Returns whether all of it is equal.
-bool run(int b, int L, int K, int N, bool keep_spine, int row_bytes) {
-  const int words = (N + kWordBits - 1) / kWordBits, D = std::min(L + 1, N), buffers = 3, hidden_bytes = 2 * row_bytes;
-  std::vector<float> sorted = filled<float>(size_t(b) * L * K, [] { return -float(rng() % 64) / 8; });
+// Runs build, accept and commit in turn on both sides. Returns whether all outputs are equal.
+bool run(int bs, int D, int K, int N, bool keep_top1_path, int row_bytes) {
+  const int words = ancestor_words(N), F = std::min(D + 1, N), buffers = 3, hidden_bytes = 2 * row_bytes;
+  std::vector<float> sorted = filled<float>(size_t(bs) * D * K, [] { return -float(rng() % 64) / 8; });
   for (size_t i = 0; i < sorted.size(); i += K) std::sort(&sorted[i], &sorted[i] + K, std::greater<float>());
   std::vector<int64_t> token_values(sorted.size());
   for (size_t i = 0; i < token_values.size(); ++i) token_values[i] = i % K + 1;
 
-  Array<int64_t> candidates(token_values), bonus(std::vector<int64_t>(b, 7)), prefix(std::vector<int64_t>(b, 100));
-  Array<float> log_probs(sorted), log_sum(std::vector<float>(size_t(b) * L, 0.25f));
-  Array<int32_t> budget(filled<int32_t>(b, [&] { return int32_t(rng() % (N + 2)); }));
-  const size_t rows = size_t(b) * N;
-  auto tokens = Array<int64_t>::output(rows), positions = Array<int64_t>::output(rows);
-  auto parents = Array<int32_t>::output(rows), depths = Array<int32_t>::output(rows),
-       first_child = Array<int32_t>::output(rows), next_sibling = Array<int32_t>::output(rows),
-       num_rows = Array<int32_t>::output(b), lengths = Array<int32_t>::output(b);
-  auto ancestors = Array<uint64_t>::output(rows * words);
-  // The target says a low candidate at each row: paths of some length.
-  Array<int64_t> target(filled<int64_t>(rows, [&] { return int64_t(rng() % std::min(K, 2) + 1); }));
-  auto path = Array<int64_t>::output(size_t(b) * D), output = Array<int64_t>::output(size_t(b) * D),
-       next_bonus = Array<int64_t>::output(b);
+  Array<int64_t> candidates(token_values), bonus(std::vector<int64_t>(bs, 7));
+  Array<float> log_probs(sorted), log_sum(std::vector<float>(size_t(bs) * D, 0.25f));
+  const size_t nodes = size_t(bs) * N;
+  auto tokens = Array<int64_t>::output(nodes);
+  auto parents = Array<int32_t>::output(nodes), depths = Array<int32_t>::output(nodes),
+       first_child = Array<int32_t>::output(nodes), next_sibling = Array<int32_t>::output(nodes),
+       sizes = Array<int32_t>::output(bs), lengths = Array<int32_t>::output(bs);
+  auto ancestors = Array<uint64_t>::output(nodes * words);
+  // The target picks a low rank at each node, which gives paths of some length.
+  Array<int64_t> target(filled<int64_t>(nodes, [&] { return int64_t(rng() % std::min(K, 2) + 1); }));
+  auto path = Array<int64_t>::output(size_t(bs) * F), output = Array<int64_t>::output(size_t(bs) * F),
+       next_bonus = Array<int64_t>::output(bs);
 
-  std::vector<int64_t> slot_values(rows);
+  std::vector<int64_t> slot_values(nodes);
   std::iota(slot_values.begin(), slot_values.end(), 0);
   std::shuffle(slot_values.begin(), slot_values.end(), rng);
   Array<int64_t> slots(slot_values);
   const auto bytes = [&](size_t count) { return filled<char>(count, [] { return char(rng()); }); };
   std::vector<Array<char>> pool;
-  for (int n = 0; n < buffers; ++n) pool.emplace_back(bytes(rows * row_bytes));
-  Array<char> hidden(bytes(rows * hidden_bytes));
-  auto hidden_out = Array<char>::output(size_t(b) * D * hidden_bytes);
+  for (int n = 0; n < buffers; ++n) pool.emplace_back(bytes(nodes * row_bytes));
+  Array<char> hidden(bytes(nodes * hidden_bytes));
+  auto hidden_out = Array<char>::output(size_t(bs) * F * hidden_bytes);
 
   std::vector<KVBuffer> device_table;
   for (auto& buffer : pool) device_table.push_back({buffer.device, row_bytes, row_bytes});
@@ -107,22 +106,19 @@ bool run(int b, int L, int K, int N, bool keep_spine, int row_bytes) {
     build.log_probs = log_probs.at(d);
     build.log_sum = log_sum.at(d);
     build.bonus = bonus.at(d);
-    build.budget = budget.at(d);
-    build.prefix_lens = prefix.at(d);
     build.tokens = tokens.at(d);
     build.parents = parents.at(d);
     build.depths = depths.at(d);
     build.ancestors = ancestors.at(d);
     build.first_child = first_child.at(d);
     build.next_sibling = next_sibling.at(d);
-    build.num_rows = num_rows.at(d);
-    build.positions = positions.at(d);
-    build.b = b;
-    build.depth = L;
-    build.candidates_per_position = K;
-    build.rows = N;
+    build.sizes = sizes.at(d);
+    build.bs = bs;
+    build.max_depth = D;
+    build.num_candidates = K;
+    build.num_nodes = N;
     build.words = words;
-    build.keep_spine = keep_spine;
+    build.keep_top1_path = keep_top1_path;
 
     AcceptParams accept{};
     accept.tokens = tokens.at(d);
@@ -132,9 +128,9 @@ bool run(int b, int L, int K, int N, bool keep_spine, int row_bytes) {
     accept.output = output.at(d);
     accept.lengths = lengths.at(d);
     accept.bonus = next_bonus.at(d);
-    accept.b = b;
-    accept.rows = N;
-    accept.max_length = D;
+    accept.bs = bs;
+    accept.num_nodes = N;
+    accept.block_size = F;
 
     CommitParams commit{};
     commit.path = path.at(d);
@@ -145,9 +141,9 @@ bool run(int b, int L, int K, int N, bool keep_spine, int row_bytes) {
     commit.hidden_out = hidden_out.at(d);
     commit.max_row_bytes = row_bytes;
     commit.hidden_bytes = hidden_bytes;
-    commit.b = b;
-    commit.rows = N;
-    commit.max_length = D;
+    commit.bs = bs;
+    commit.num_nodes = N;
+    commit.block_size = F;
     commit.num_buffers = buffers;
 
     if (d) {
@@ -166,8 +162,8 @@ bool run(int b, int L, int K, int N, bool keep_spine, int row_bytes) {
   }
   cudaFree(table);
   bool equal = tokens.equal() && parents.equal() && depths.equal() && ancestors.equal() && first_child.equal() &&
-               next_sibling.equal() && num_rows.equal() && positions.equal() && path.equal() && output.equal() &&
-               lengths.equal() && next_bonus.equal() && hidden_out.equal();
+               next_sibling.equal() && sizes.equal() && path.equal() && output.equal() && lengths.equal() &&
+               next_bonus.equal() && hidden_out.equal();
   for (auto& buffer : pool) equal = equal && buffer.equal();
   return equal;
 }
@@ -176,15 +172,15 @@ bool run(int b, int L, int K, int N, bool keep_spine, int row_bytes) {
 
 int main() {
   int cases = 0, failed = 0;
-  for (const bool keep_spine : {false, true}) {
+  for (const bool keep_top1_path : {false, true}) {
     for (const int N : {1, 2, 20, 32, 33, 64, 100, 128, 256}) {
       for (const int K : {1, 5, 32}) {
         for (const int row_bytes : {1152, 4096 + 48, 13}) {
-          const int b = 2, L = N % 3 == 0 ? 32 : 7;
+          const int bs = 2, D = N % 3 == 0 ? 32 : 7;
           ++cases;
-          if (run(b, L, K, N, keep_spine, row_bytes)) continue;
+          if (run(bs, D, K, N, keep_top1_path, row_bytes)) continue;
           ++failed;
-          std::printf("FAIL L %d K %d N %d row %d bytes%s\n", L, K, N, row_bytes, keep_spine ? ", spine" : "");
+          std::printf("FAIL D %d K %d N %d row %d bytes%s\n", D, K, N, row_bytes, keep_top1_path ? ", top-1 path" : "");
         }
       }
     }

@@ -1,4 +1,4 @@
-"""ddtree_build: optimal by brute force on small cases, and every row by a heap on large ones; CPU and CUDA."""
+"""ddtree_build on the CPU and on CUDA: small trees against brute force, every node of large ones against a heap."""
 
 import functools
 import math
@@ -16,6 +16,7 @@ from draft_tree_cases import (
     log_probs_of,
     on_cpu,
     poisoned,
+    tensors_of,
     tied_log_probs_of,
     trees_of,
 )
@@ -27,30 +28,25 @@ register_cuda_ci(est_time=30, suite="gpu")
 on_each_device = pytest.mark.parametrize("device", DEVICES)
 
 
-def expected(
-    candidates, log_probs, bonus, rows, keep_top1_path=False, budget=None, prefix_lens=None
-) -> DraftTrees:
-    nodes = []
-    for r in range(candidates.shape[0]):
-        limit = rows - 1 if budget is None else max(0, min(int(budget[r]), rows - 1))
-        nodes.append(heap_nodes(log_probs[r], limit, keep_top1_path))
-    return trees_of(nodes, candidates, bonus, rows, prefix_lens)
+def expected(candidates, log_probs, bonus, num_nodes, keep_top1_path=False) -> DraftTrees:
+    nodes = [heap_nodes(one, num_nodes, keep_top1_path) for one in log_probs]
+    return trees_of(nodes, candidates, bonus, num_nodes)
 
 
-def inputs(b, depth, width, sharpness, seed):
+def inputs(bs, depth, width, sharpness, seed):
     generator = torch.Generator().manual_seed(seed)
     log_probs = (
-        tied_log_probs_of(b, depth, width, generator)
+        tied_log_probs_of(bs, depth, width, generator)
         if sharpness is None
-        else log_probs_of(b, depth, width, sharpness, generator)
+        else log_probs_of(bs, depth, width, sharpness, generator)
     )
-    bonus = torch.randint(50_000, 60_000, (b,), generator=generator)
-    return candidates_of(b, depth, width, generator), log_probs, bonus
+    bonus = torch.randint(50_000, 60_000, (bs,), generator=generator)
+    return candidates_of(bs, depth, width, generator), log_probs, bonus
 
 
 @functools.cache
 def all_trees(depth: int, width: int, above: tuple = ()) -> list[frozenset]:
-    """Every set of prefixes (rank tuples) below `above` that holds the parents of its members."""
+    """Every set of prefixes (tuples of ranks) below `above` that contains the parents of its members."""
     if depth == 0:
         return [frozenset()]
     trees = [frozenset()]
@@ -62,7 +58,7 @@ def all_trees(depth: int, width: int, above: tuple = ()) -> list[frozenset]:
 
 
 def prefixes_of(trees: DraftTrees, candidates: torch.Tensor) -> set:
-    """The rank tuples of one request's nodes, found from its tokens and parents alone."""
+    """The tuples of ranks of one request's nodes, derived only from its tokens and parents."""
     paths = {0: ()}
     for row in range(1, int(trees.sizes[0])):
         parent = int(trees.parents[0, row])
@@ -77,8 +73,8 @@ def prefixes_of(trees: DraftTrees, candidates: torch.Tensor) -> set:
 @pytest.mark.parametrize("depth, width", [(3, 2), (2, 3), (1, 6), (6, 1)])
 @pytest.mark.parametrize("sharpness", [0.0, 0.5, 1.5, None])
 def test_no_tree_is_better(depth, width, sharpness, keep_top1_path, device):
-    """Brute force over all trees, at every budget, in float64. The op compares float32 scores, which are off by a few
-    1e-7: it may take the worse of two trees that close."""
+    """Brute force over all trees of every size, in float64. The op compares float32 scores, whose error is a few 1e-7,
+    so it may take the worse of two trees that are this close."""
     candidates, log_probs, bonus = inputs(1, depth, width, sharpness, seed=depth)
     values = log_probs[0].tolist()
 
@@ -89,25 +85,25 @@ def test_no_tree_is_better(depth, width, sharpness, keep_top1_path, device):
     def mass(tree):
         return math.fsum(map(probability, tree))
 
-    def spine(size):
+    def top1_path(size):
         return {(0,) * d for d in range(1, min(size, depth) + 1)} if keep_top1_path else set()
 
     best: dict[int, float] = {}
     for tree in all_trees(depth, width):
-        if spine(len(tree)) <= tree:
+        if top1_path(len(tree)) <= tree:
             best[len(tree)] = max(best.get(len(tree), 0.0), mass(tree))
     for size, largest in best.items():
         got = prefixes_of(
             built(candidates, log_probs, bonus, size + 1, device, keep_top1_path=keep_top1_path), candidates
         )
-        assert len(got) == size and spine(size) <= got
+        assert len(got) == size and top1_path(size) <= got
         assert mass(got) >= largest * (1 - 1e-6)
 
 
 @on_each_device
 @pytest.mark.parametrize("keep_top1_path", [False, True])
 @pytest.mark.parametrize(
-    "rows, depth, width, sharpness",
+    "num_nodes, depth, width, sharpness",
     [
         (256, 32, 32, 1.0),
         (256, 32, 32, 6.0),
@@ -125,62 +121,60 @@ def test_no_tree_is_better(depth, width, sharpness, keep_top1_path, device):
         (1, 15, 8, 3.0),
         (17, 1, 16, 2.0),
         (12, 1, 32, 2.0),
-        (20, 32, 1, 2.0),  # a chain, cut
-        (64, 32, 1, 2.0),  # a chain, whole: 31 rows of padding
+        (20, 32, 1, 2.0),  # a chain cut short
+        (64, 32, 1, 2.0),  # a whole chain: 31 nodes of padding
         (256, 2, 3, None),  # all 12 prefixes
     ],
 )
-def test_every_row(rows, depth, width, sharpness, keep_top1_path, device):
-    candidates, log_probs, bonus = inputs(3, depth, width, sharpness, seed=rows + depth)
-    got = built(candidates, log_probs, bonus, rows, device, keep_top1_path=keep_top1_path)
-    assert_equal(got, expected(candidates, log_probs, bonus, rows, keep_top1_path))
+def test_every_node(num_nodes, depth, width, sharpness, keep_top1_path, device):
+    candidates, log_probs, bonus = inputs(3, depth, width, sharpness, seed=num_nodes + depth)
+    got = built(candidates, log_probs, bonus, num_nodes, device, keep_top1_path=keep_top1_path)
+    assert_equal(got, expected(candidates, log_probs, bonus, num_nodes, keep_top1_path))
 
 
 @on_each_device
 def test_stated_order(device):
-    """Two equal candidates at each of two positions: by score, then depth, then the parent's row, then rank."""
+    """Two equal candidates at two positions: ordered by score, then depth, then the parent's index, then rank."""
     candidates = torch.tensor([[[10, 11], [20, 21]]])
     trees = built(candidates, torch.full((1, 2, 2), -1.0), torch.tensor([5]), 8, device)
     assert trees.tokens[0].tolist() == [5, 10, 11, 20, 21, 20, 21, 5]
     assert trees.parents[0].tolist() == [-1, 0, 0, 1, 1, 2, 2, -1]
     assert trees.sizes.tolist() == [7]
-    # A certain second position ties each child with its parent: the shallower node comes first.
+    # A certain second position ties each child with its parent. The shallower node comes first.
     log_probs = torch.tensor([[[-1.0, -1.0], [0.0, -3.0]]])
     trees = built(candidates, log_probs, torch.tensor([5]), 5, device)
     assert trees.tokens[0].tolist() == [5, 10, 11, 20, 20]
-    # So does one that rounding put above certainty.
+    # The same holds if rounding puts the probability above 1.
     log_probs[0, 1, 0] = 1e-6
     trees = built(candidates, log_probs, torch.tensor([5]), 5, device)
     assert trees.tokens[0].tolist() == [5, 10, 11, 20, 20]
 
 
-def test_spine_comes_first():
+def test_top1_path_comes_first():
     candidates, log_probs, bonus = inputs(1, 4, 3, 0.1, seed=0)
     trees = built(candidates, log_probs, bonus, 9, "cpu", keep_top1_path=True)
     assert trees.parents[0, 1:5].tolist() == [0, 1, 2, 3]
     assert trees.tokens[0, 1:5].tolist() == candidates[0, :, 0].tolist()
-    assert (
-        built(candidates, log_probs, bonus, 9, "cpu").depths.max() < 4
-    )  # which best first would not have kept
+    # Best first alone would not have kept it.
+    assert built(candidates, log_probs, bonus, 9, "cpu").depths.max() < 4
 
 
 @on_each_device
-@pytest.mark.parametrize("keep_top1_path", [False, True])
-def test_budget_and_positions(keep_top1_path, device):
-    rows = 20
-    budget = torch.tensor([19, 0, 1, 7, 400, -3], dtype=torch.int32)
-    prefix_lens = torch.tensor([0, 1, 17, 4096, 131_072, 2**33])
+def test_narrow_tree_is_the_start_of_a_wide_one(device):
+    """Nodes are numbered best first, so a smaller N keeps the first nodes and nothing else changes."""
     candidates, log_probs, bonus = inputs(6, 5, 4, 2.0, seed=1)
-    options = dict(keep_top1_path=keep_top1_path, budget=budget, prefix_lens=prefix_lens)
-    got = built(candidates, log_probs, bonus, rows, device, **options)
-    assert got.sizes.tolist() == [20, 1, 2, 8, 20, 1]
-    assert_equal(got, expected(candidates, log_probs, bonus, rows, **options))
+    wide = built(candidates, log_probs, bonus, 20, device)
+    for num_nodes in (1, 2, 7, 19):
+        narrow = built(candidates, log_probs, bonus, num_nodes, device)
+        assert narrow.sizes.tolist() == [num_nodes] * 6
+        for name in ("tokens", "parents", "depths", "ancestors"):
+            assert torch.equal(getattr(narrow, name), getattr(wide, name)[:, :num_nodes]), name
 
 
 @on_each_device
 @pytest.mark.parametrize("keep_top1_path", [False, True])
 def test_impossible_candidates(keep_top1_path, device):
-    """-inf and NaN are never nodes, nor is anything below them; a log-probability above 0 counts as 0."""
+    """-inf and NaN never become nodes, nor does anything below them. A log-probability above 0 counts as 0."""
     candidates, log_probs, bonus = inputs(5, 6, 4, 1.0, seed=2)
     log_probs[0, :, 2:] = -math.inf
     log_probs[1, 3] = -math.inf
@@ -195,7 +189,7 @@ def test_impossible_candidates(keep_top1_path, device):
 
 @on_each_device
 def test_logits_and_their_sum(device):
-    """Logits with their logsumexp give the tree of their float32 difference."""
+    """Logits and their logsumexp give the tree of their float32 difference."""
     candidates, log_probs, bonus = inputs(4, 8, 8, 3.0, seed=3)
     log_sum = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) * 10
     logits = log_probs + log_sum[..., None]
@@ -205,7 +199,7 @@ def test_logits_and_their_sum(device):
 
 @on_each_device
 def test_wide_words(device):
-    """Words beyond the rows are written too."""
+    """Words beyond those that N needs are written too."""
     candidates, log_probs, bonus = inputs(2, 4, 4, 2.0, seed=4)
     out = poisoned(2, 10, device)
     out.ancestors = torch.full((2, 10, 6), -1, dtype=torch.int64, device=device)
@@ -217,7 +211,7 @@ def test_wide_words(device):
 
 @on_each_device
 def test_equal_on_every_device(device):
-    """A batch wider than the multiprocessors, bit for bit as on the CPU."""
+    """A batch larger than the number of multiprocessors gives the same bits as on the CPU."""
     for sharpness in (None, 0.3, 5.0):
         candidates, log_probs, bonus = inputs(160, 15, 8, sharpness, seed=5)
         want = built(candidates, log_probs, bonus, 48, "cpu")
@@ -234,14 +228,13 @@ def test_empty_batch(device):
 
 def arguments(device):
     candidates, log_probs, bonus = (x.to(device) for x in inputs(2, 3, 4, 1.0, seed=7))
-    out = poisoned(2, 5, device, positions=True)
-    rest = (getattr(out, name) for name in out.__dataclass_fields__)
-    return [candidates, log_probs, None, bonus, None, torch.zeros_like(bonus), False, *rest]
+    rest = tensors_of(poisoned(2, 5, device)).values()
+    return [candidates, log_probs, None, bonus, False, *rest]
 
 
 @on_each_device
 def test_opcheck(device):
-    """Schema (what is mutated, what aliases), fake tensors and autograd registration as torch wants them."""
+    """The schema (mutations and aliases), fake tensors and autograd registration are as torch requires."""
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.sgl_kernel.ddtree_build.default, arguments(device), test_utils=tests)
 
@@ -250,9 +243,9 @@ def test_opcheck(device):
     "position, change, message",
     [
         (0, lambda t: t.int(), "candidates: expected dtype int64, got int32"),
-        (0, lambda t: t.new_zeros(2, 33, 4), r"candidates: expected \[b, L, K\] with L of 1 to 32, got 33"),
-        (0, lambda t: t.new_zeros(2, 3, 33), r"candidates: expected \[b, L, K\] with K of 1 to 32, got 33"),
-        (0, lambda t: t.new_zeros(2, 0, 4), r"candidates: expected \[b, L, K\] with L of 1 to 32, got 0"),
+        (0, lambda t: t.new_zeros(2, 33, 4), r"candidates: expected \[bs, D, K\] with D of 1 to 32, got 33"),
+        (0, lambda t: t.new_zeros(2, 3, 33), r"candidates: expected \[bs, D, K\] with K of 1 to 32, got 33"),
+        (0, lambda t: t.new_zeros(2, 0, 4), r"candidates: expected \[bs, D, K\] with D of 1 to 32, got 0"),
         (1, lambda t: t.half(), "log_probs: expected dtype float32, got float16"),
         (1, lambda t: t[:, :2], r"log_probs: expected shape \[2, 3, 4\], got \[2, 2, 4\]"),
         (
@@ -261,15 +254,12 @@ def test_opcheck(device):
             "log_probs: expected a contiguous tensor",
         ),
         (3, lambda t: t[:1], r"bonus: expected shape \[2\], got \[1\]"),
-        (4, lambda t: torch.zeros(2), "budget: expected dtype int32, got float32"),
-        (5, lambda t: None, "positions: expected None, as prefix_lens is None, got a tensor"),
-        (14, lambda t: None, "positions: expected a tensor, as prefix_lens is given, got None"),
-        (7, lambda t: t.new_zeros(2, 257), r"tokens: expected \[b, N\] with N of 1 to 256, got 257"),
-        (8, lambda t: t[:, :3], r"parents: expected shape \[2, 5\], got \[2, 3\]"),
+        (5, lambda t: t.new_zeros(2, 257), r"tokens: expected \[bs, N\] with N of 1 to 256, got 257"),
+        (6, lambda t: t[:, :3], r"parents: expected shape \[2, 5\], got \[2, 3\]"),
         (
-            10,
+            8,
             lambda t: t[:, :, :0],
-            r"ancestors: expected 1 words a row or more \(64 rows each\), got shape \[2, 5, 0\]",
+            r"ancestors: expected at least 1 words per node, got shape \[2, 5, 0\]",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tree-verify attention: the CPU op against a float64 reference in torch, the CUDA op against the CPU op."""
+"""Tree-verify attention: the CPU op against a float64 reference in torch, and the CUDA op against the CPU op."""
 
 import math
 import os
@@ -12,7 +12,7 @@ import pytest
 import sgl_kernel.ddtree.verify
 import torch
 from ci_registration import register_cpu_ci, register_cuda_ci
-from sgl_kernel.ddtree import VerifyWorkspace, verify_workspace
+from sgl_kernel.ddtree import GQA_HEAD_SIZES, VerifyWorkspace, verify_workspace
 from tree_verify_cases import (
     FP8,
     Case,
@@ -29,7 +29,7 @@ register_cuda_ci(est_time=90, suite="gpu")
 
 CUDA = ["cuda"] if torch.cuda.is_available() else []
 if CUDA and torch.cuda.get_device_capability()[0] == 9:
-    CUDA.append("cuda, common kernels")  # those of every other architecture, on a card that has its own
+    CUDA.append("cuda, common kernels")  # sm_90 has kernels of its own, but can run the common ones too
 on_each_device = pytest.mark.parametrize("device", ["cpu", *CUDA], indirect=True)
 on_cuda = pytest.mark.parametrize(
     "device",
@@ -76,8 +76,8 @@ CASES = {
         padding_rows=3,
     ),
     "all empty": Case(trees=((), ()), prefix_lens=(5, 0), padding_rows=4, num_nodes=8),
-    "long beside short": Case(trees=(chain(4), star(4), chain(4)), prefix_lens=(5000, 3, 1), num_splits=7),
-    "bound above the widest tree": Case(trees=(chain(5),), num_nodes=256),
+    "long and short": Case(trees=(chain(4), star(4), chain(4)), prefix_lens=(5000, 3, 1), num_splits=7),
+    "num_nodes above the largest tree": Case(trees=(chain(5),), num_nodes=256),
     "pages": Case(trees=(star(10), chain(7)), prefix_lens=(61, 65), page_size=16, h_q=8),
     "pages of 64": Case(trees=(star(10),), prefix_lens=(129,), page_size=64),
     "int64 indices": Case(trees=(chain(9),), index_dtype=torch.int64),
@@ -129,19 +129,19 @@ def test_case(name, device):
     compare(CASES[name], device)
 
 
-# Every kernel instantiation: types x head size x tile height (which follows from the packed rows), split or
-# not.
+# Every kernel instantiation: types x head size x tile height (which follows from the packed rows), with and without
+# splits.
 @on_each_device
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("rows", [3, 30, 90])
+@pytest.mark.parametrize("num_nodes", [3, 30, 90])
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_size", [64, 96, 128, 192, 256, "MLA"])
-def test_instantiation(head_size, q_dtype, kv_dtype, rows, num_splits, device):
+@pytest.mark.parametrize("head_size", [*GQA_HEAD_SIZES, "MLA"])
+def test_instantiation(head_size, q_dtype, kv_dtype, num_nodes, num_splits, device):
     mla = head_size == "MLA"
     compare(
         Case(
-            trees=(random_tree(rows, random.Random(rows)), chain(2)),
+            trees=(random_tree(num_nodes, random.Random(num_nodes)), chain(2)),
             prefix_lens=(333, 18),
             h_q=4,
             h_kv=1 if mla else 2,
@@ -162,13 +162,13 @@ def random_case(seed: int) -> Case:
     mla = rng.random() < 0.3
     h_kv = 1 if mla else rng.choice((1, 2, 3, 4))
     kv_dtype = rng.choice((None, FP8))
-    rows = [rng.choice((0, 1, 2, 7, 16, 33, 64, 100)) for _ in range(requests)]
+    sizes = [rng.choice((0, 1, 2, 7, 16, 33, 64, 100)) for _ in range(requests)]
     return Case(
-        trees=tuple(random_tree(n, rng) if n else () for n in rows),
-        prefix_lens=tuple(rng.choice((0, 1, 31, 64, 200, 777)) for _ in rows),
+        trees=tuple(random_tree(n, rng) if n else () for n in sizes),
+        prefix_lens=tuple(rng.choice((0, 1, 31, 64, 200, 777)) for _ in sizes),
         h_q=h_kv * rng.choice((1, 2, 3, 8)),
         h_kv=h_kv,
-        d=rng.choice((64, 96, 128, 192, 256)),
+        d=rng.choice(GQA_HEAD_SIZES),
         mla=mla,
         q_dtype=rng.choice((torch.bfloat16, torch.float16)),
         kv_dtype=kv_dtype,
@@ -194,7 +194,7 @@ def test_random_trees_and_shapes(seed, device):
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_float32(device):
-    """The reference itself, with nothing rounded but its result."""
+    """The reference itself, which rounds nothing but its result."""
     compare(
         Case(trees=(star(9),), prefix_lens=(150,), q_dtype=torch.float32, sinks=True),
         device,
@@ -203,7 +203,7 @@ def test_float32(device):
 
 @on_each_device
 def test_duplicate_siblings_agree(device):
-    """Siblings with the same token have the same q, K and V: each gets the same answer, whatever its row."""
+    """Siblings with the same token have the same q, K and V, so they get the same answer at any index."""
     batch = make_batch(Case(trees=((-1, 0, 1, 0, 3),), prefix_lens=(77,)), device)
     slots = batch.arguments["tree_slots"].long()
     for first, second in ((1, 3), (2, 4)):
@@ -233,11 +233,11 @@ def test_range_of_bfloat16(exponent, mla, kv_dtype, device):
 
 @on_each_device
 def test_row_that_sees_nothing(device):
-    """No argument makes one, so clear a root's self bit: at prefix length 0 nothing is left."""
+    """No valid argument produces such a row. Clearing the root's own bit does: at prefix length 0 nothing is left."""
     batch = make_batch(Case(trees=(chain(1),), prefix_lens=(0,)), device)
     batch.arguments["ancestors"].zero_()
-    if device == "cpu":  # where the values are always checked
-        with pytest.raises(ValueError, match="the row itself"):
+    if device == "cpu":  # the CPU op always checks values
+        with pytest.raises(ValueError, match="the node itself"):
             batch.run()
         return
     out, lse = batch.run()
@@ -318,7 +318,7 @@ def test_a_million_tokens(mla, device):
 @on_cuda
 @pytest.mark.parametrize("mla", [False, True])
 def test_graph_replay(mla, device):
-    """One capture serves other lengths, slots, trees and values: the same bits as eager, no host wait."""
+    """One capture serves other lengths, slots, trees and values, with eager's bits and without a host wait."""
 
     def case(trees, prefix_lens, seed):
         rows = sum(len(t) for t in trees)
@@ -374,7 +374,7 @@ def test_graph_replay(mla, device):
         first.run(workspace, q=q, caches=static_caches, **static)
 
     load(first)
-    run()  # lazy module loading is not for a capture
+    run()  # loads the modules, which a capture cannot do
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -399,7 +399,7 @@ def test_graph_replay(mla, device):
 
 @on_cuda
 def test_runs_on_the_current_stream(device):
-    """The op waits for what the current stream holds, and for nothing else."""
+    """The op runs on the current stream, after the work already queued there."""
     batch = make_batch(Case(prefix_lens=(500,)), device)
     want = batch.run()[0].clone()
     workspace, q = batch.workspace(), torch.zeros_like(batch.q)
@@ -419,7 +419,7 @@ def replaced(**values):
     return lambda batch: values
 
 
-# What is changed in a good batch, and the error's text: the argument, what was expected, what came.
+# A change to a valid batch, and the error: the argument, what was expected, what came.
 WRONG_ARGUMENTS = {
     "q dtype": (lambda b: {"q": b.q.double()}, r"q: expected dtype bfloat16 or float16.*got float64"),
     "q rank": (lambda b: {"q": b.q[0]}, r"q: expected 3 dimensions, got shape \[4, 64\]"),
@@ -437,7 +437,7 @@ WRONG_ARGUMENTS = {
     ),
     "head size": (
         lambda b: {"q": b.q.new_zeros(5, 4, 80), "caches": [c.new_zeros(9, 2, 80) for c in b.caches]},
-        r"q: expected a head size of 64, 96, 128, 192 or 256, got shape \[5, 4, 80\]",
+        r"q: expected one of the head sizes 64, 96, 128, 192, 256, got shape \[5, 4, 80\]",
     ),
     "heads": (
         lambda b: {"q": b.q.new_zeros(5, 3, 64)},
@@ -465,7 +465,7 @@ WRONG_ARGUMENTS = {
     ),
     "qo_indptr empty": (
         lambda b: {"qo_indptr": b.arguments["qo_indptr"][:1]},
-        r"qo_indptr: expected shape \[b \+ 1\] with b of 1 or more, got \[1\]",
+        r"qo_indptr: expected shape \[bs \+ 1\] with bs of 1 or more, got \[1\]",
     ),
     "kv_indptr length": (
         lambda b: {"kv_indptr": b.arguments["kv_indptr"][:1]},
@@ -497,7 +497,7 @@ WRONG_ARGUMENTS = {
     ),
     "ancestors too small": (
         lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, (1,), 65)},
-        r"ancestors: expected 2 words a row or more \(64 nodes each\) for num_nodes = 65, got shape \[5, 1\]",
+        r"ancestors: expected at least 2 words per node for num_nodes = 65, got shape \[5, 1\]",
     ),
     "num_nodes": (
         lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, (1,), 257)},
@@ -513,7 +513,7 @@ WRONG_ARGUMENTS = {
     ),
     "workspace batch": (
         lambda b: {"workspace": VerifyWorkspace(b.workspace().buffer, (), 5)},
-        r"workspace: expected one for 1 requests or more, got one for 0",
+        r"workspace: expected one for at least 1 requests, got one for 0",
     ),
     "sm_scale": (replaced(sm_scale=0.0), r"sm_scale: expected a positive number, got 0"),
     "logit_cap": (
@@ -559,7 +559,7 @@ WRONG_MLA_ARGUMENTS = {
     ),
     "two latent heads": (
         lambda b: {"caches": [b.caches[0].repeat(1, 2, 1)]},
-        r"kv_cache: expected one latent head: shape \[slots, 1, 576\], got \[\d+, 2, 576\]",
+        r"kv_cache: expected shape \[slots, 1, 576\], got \[\d+, 2, 576\]",
     ),
     "kv_scale without fp8": (
         lambda b: {"kv_scale": torch.ones(1, device=b.q.device)},
@@ -590,7 +590,7 @@ def edited(name, index, value):
     return change
 
 
-# Values that shapes cannot show, in a batch of a 5-row and a 2-row tree with one padding row.
+# Values that shapes cannot show, in a batch with trees of 5 and 2 nodes and one padding row.
 WRONG_VALUES = {
     "slot below the pool": (
         edited("tree_slots", 3, -1),
@@ -610,16 +610,16 @@ WRONG_VALUES = {
     ),
     "no self bit": (
         edited("ancestors", 4, 0b01111),
-        r"ancestors\[4\]: expected bit 4 \(the row itself\), got 0",
+        r"ancestors\[4\]: expected bit 4 \(the node itself\), got 0",
     ),
     "qo_indptr start": (edited("qo_indptr", 0, 1), r"qo_indptr\[0\]: expected 0, got 1"),
     "qo_indptr falls": (
         edited("qo_indptr", 2, 3),
-        r"qo_indptr\[2\]: expected 5 to 8 \(at most num_nodes = 5 rows a request, 8 in all\), got 3",
+        r"qo_indptr\[2\]: expected 5 to 8 \(at most num_nodes = 5 rows per request, 8 in total\), got 3",
     ),
     "too many rows": (
         edited("qo_indptr", 1, 6),
-        r"qo_indptr\[1\]: expected 0 to 5 \(at most num_nodes = 5 rows a request, 8 in all\), got 6",
+        r"qo_indptr\[1\]: expected 0 to 5 \(at most num_nodes = 5 rows per request, 8 in total\), got 6",
     ),
     "rows past q": (
         edited("qo_indptr", 2, 9),
@@ -631,7 +631,7 @@ WRONG_VALUES = {
     ),
     "prefix too long": (
         edited("prefix_lens", 0, 41),
-        r"prefix_lens\[0\]: expected 0 to 40 \(what kv_indptr leaves it\), got 41",
+        r"prefix_lens\[0\]: expected 0 to 40 \(the room that kv_indptr leaves\), got 41",
     ),
     "negative prefix": (
         edited("prefix_lens", 1, -1),
@@ -653,7 +653,7 @@ def test_wrong_value(name, mla, device):
 
 @on_cuda
 def test_debug_switch(device, monkeypatch):
-    """SGLANG_DDTREE_DEBUG (read at import) checks values; without it nothing waits for the device."""
+    """SGLANG_DDTREE_DEBUG, read at import, checks values. Without it nothing waits for the device."""
     batch = make_batch(Case(), device)
     batch.arguments["tree_slots"] = batch.arguments["tree_slots"].clone()
     workspace = batch.workspace()
@@ -670,7 +670,7 @@ def test_debug_switch(device, monkeypatch):
 
 
 def test_debug_variable():
-    """The environment variable is what sets it."""
+    """The environment variable sets DEBUG."""
     code = "from sgl_kernel.ddtree import verify; print(verify.DEBUG)"
     for value, want in (("1", "True"), ("0", "False")):
         environment = dict(os.environ, SGLANG_DDTREE_DEBUG=value)
@@ -685,7 +685,7 @@ def test_workspace_too_small(device):
     batch = make_batch(Case(num_splits=3), device)
     good = batch.workspace()
     small = VerifyWorkspace(good.buffer[:-16], good.num_splits, good.num_nodes)
-    with pytest.raises(ValueError, match=r"workspace: expected \d+ bytes or more .*, got \d+"):
+    with pytest.raises(ValueError, match=r"workspace: expected at least \d+ bytes .*, got \d+"):
         batch.run(small)
 
 
@@ -693,7 +693,7 @@ def test_workspace_too_small(device):
 @pytest.mark.parametrize("name", ["qo_indptr", "kv_indices", "ancestors"])
 def test_wrong_device(name, device):
     batch = make_batch(Case(), device)
-    with pytest.raises(ValueError, match=f"{name}: expected device cuda:0 as .*, got cpu"):
+    with pytest.raises(ValueError, match=f"{name}: expected device cuda:0 like .*, got cpu"):
         batch.run(**{name: batch.arguments[name].cpu()})
 
 
@@ -706,20 +706,20 @@ def test_float32_is_for_the_cpu(device):
 
 @on_each_device
 def test_plan(device):
-    shape = dict(batch=4, num_nodes=64, h_q=32, h_kv=8, d_qk=128, d_v=128, device=device)
+    shape = dict(max_bs=4, num_nodes=64, h_q=32, h_kv=8, d_qk=128, d_v=128, device=device)
     workspace = verify_workspace(**shape)
-    assert workspace.batch == len(workspace.num_splits) == 4
+    assert workspace.max_bs == len(workspace.num_splits) == 4
     assert workspace.buffer.device.type == device
-    alone = verify_workspace(**dict(shape, batch=1))
+    alone = verify_workspace(**dict(shape, max_bs=1))
     assert alone.num_splits == workspace.num_splits[:1]
-    for requests, num_splits in enumerate(workspace.num_splits, start=1):
-        partials = requests * num_splits * 64 * 32 * (128 + 1) * 4 if num_splits > 1 else 0
+    for bs, num_splits in enumerate(workspace.num_splits, start=1):
+        partials = bs * num_splits * 64 * 32 * (128 + 1) * 4 if num_splits > 1 else 0
         assert num_splits >= 1 and partials <= workspace.buffer.numel()
-    if device == "cuda":  # 8 KV heads alone occupy a small part of any card: a request alone is cut finer
+    if device == "cuda":  # 8 KV heads occupy a small part of any card, so a single request is split more
         assert workspace.num_splits[0] > workspace.num_splits[-1]
     for name, value, message in (
         ("num_nodes", 257, "num_nodes: expected 1 to 256, got 257"),
-        ("batch", 0, "batch: expected 1 or more, got 0"),
+        ("max_bs", 0, "max_bs: expected 1 or more, got 0"),
         ("h_q", 12, "h_q: expected a multiple of h_kv = 8, got 12"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -728,23 +728,23 @@ def test_plan(device):
 
 @pytest.mark.skipif(len(CUDA) < 2, reason="needs sm_90, which has kernels of its own")
 def test_switch(monkeypatch):
-    """SGLANG_DDTREE_SM90=0, read at each call, picks the common kernels: two blocks of their 128-row tile share a
-    multiprocessor, which one of sm_90's takes alone, so the plans tell them apart."""
+    """SGLANG_DDTREE_SM90=0, read at each call, selects the common kernels. Two blocks of their 128-row tile share a
+    multiprocessor, while one block of sm_90's takes it alone. Therefore the plans differ."""
     planned = []
     for value in ("1", "0", "1"):
         monkeypatch.setenv("SGLANG_DDTREE_SM90", value)
-        workspace = verify_workspace(batch=1, num_nodes=32, h_q=32, h_kv=8, d_qk=128, d_v=128, device="cuda")
+        workspace = verify_workspace(max_bs=1, num_nodes=32, h_q=32, h_kv=8, d_qk=128, d_v=128, device="cuda")
         planned.append(workspace.num_splits)
     assert planned[0] == planned[2] != planned[1]
 
 
 def test_launch_is_split_by_its_own_batch_size(monkeypatch):
-    """A launch of few requests takes the plan for as many, in the buffer that the largest need fixes."""
+    """A launch takes the plan for its own batch size. The buffer is large enough for every plan."""
     plans = {1: (8, 640), 2: (4, 1024), 3: (1, 0)}
     launched = []
 
     class Ops:
-        ddtree_verify_plan = staticmethod(lambda like, requests, *shape: plans[requests])
+        ddtree_verify_plan = staticmethod(lambda like, bs, *shape: plans[bs])
         ddtree_verify_gqa = staticmethod(lambda *arguments: launched.append(arguments[-4:-2]))
         ddtree_verify_mla = ddtree_verify_gqa
 
@@ -763,7 +763,7 @@ def test_launch_is_split_by_its_own_batch_size(monkeypatch):
 
 
 def op_arguments(batch) -> tuple:
-    """A GQA batch as the bare op takes it."""
+    """A GQA batch as arguments of the bare op."""
     workspace, a = batch.workspace(), batch.arguments
     names = "qo_indptr kv_indptr kv_indices prefix_lens tree_slots ancestors "
     names += "sinks k_scale v_scale sm_scale logit_cap sliding_window"
@@ -781,7 +781,7 @@ def op_arguments(batch) -> tuple:
 
 @on_each_device
 def test_opcheck(device):
-    """Schema (what is mutated, what aliases), fake tensors and autograd registration as torch wants them."""
+    """The schema (mutations and aliases), fake tensors and autograd registration are as torch requires."""
     batch = make_batch(Case(sinks=True), device)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
@@ -797,7 +797,7 @@ def test_meta():
 
 
 def test_import_without_the_library(tmp_path):
-    """A package that was not built says how to build it."""
+    """A package that was not built reports how to build it."""
     source = Path(sgl_kernel.ddtree.__file__).parent
     target = tmp_path / "copied_ddtree"
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.so", "__pycache__"))

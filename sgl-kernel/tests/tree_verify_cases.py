@@ -1,42 +1,38 @@
-"""Batches for the tree-verify tests: random trees over a poisoned paged KV pool, and a float64 reference."""
+"""Batches for the tree-verify tests: random trees over a poisoned paged KV pool, and a reference in float64."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from sgl_kernel.ddtree import (
-    VerifyWorkspace,
-    verify_gqa,
-    verify_mla,
-    verify_workspace,
-)
+from draft_tree_cases import ancestor_rows
+from sgl_kernel.ddtree import VerifyWorkspace, ancestor_words, verify_gqa, verify_mla, verify_workspace
 
 FP8 = torch.float8_e4m3fn
-# Parent of each tree row, the root's being -1; parents come before children. () is an empty request.
+# Parent of each node; the root's is -1. Parents come before children. () is an empty request.
 Parents = tuple
 
 
-def chain(rows: int) -> Parents:
-    return tuple(range(-1, rows - 1))
+def chain(num_nodes: int) -> Parents:
+    return tuple(range(-1, num_nodes - 1))
 
 
-def star(rows: int) -> Parents:
-    return (-1,) + (0,) * (rows - 1)
+def star(num_nodes: int) -> Parents:
+    return (-1,) + (0,) * (num_nodes - 1)
 
 
-def random_tree(rows: int, rng: random.Random) -> Parents:
-    """From chain-like to star-like: a child hangs near the last row or anywhere."""
+def random_tree(num_nodes: int, rng: random.Random) -> Parents:
+    """Anything from a chain to a star: a parent is one of the last few nodes, or any node."""
     reach = rng.choice((1, 3, 16, 256))
-    return (-1,) + tuple(rng.randrange(max(0, i - reach), i) for i in range(1, rows))
+    return (-1,) + tuple(rng.randrange(max(0, i - reach), i) for i in range(1, num_nodes))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One launch. The defaults make a small grouped-query batch."""
+    """One launch. The defaults describe a small grouped-query batch."""
 
     trees: tuple = (chain(5),)
     prefix_lens: tuple = (37,)
@@ -54,7 +50,7 @@ class Case:
     scales: bool = False
     strided: bool = False  # q and out are slices of wider tensors, as after a fused QKV projection
     padding_rows: int = 0  # rows of q that no request owns
-    num_nodes: int | None = None  # None: the widest tree
+    num_nodes: int | None = None  # None: the largest tree
     num_splits: int | None = None  # None: as planned
     seed: int = 0
 
@@ -72,7 +68,7 @@ class Case:
 
 @dataclass
 class Batch:
-    """A case's tensors; `arguments` are the op wrapper's keywords but workspace, out and lse."""
+    """The tensors of a case. `arguments` are the op's keywords except workspace, out and lse."""
 
     case: Case
     q: torch.Tensor
@@ -84,7 +80,7 @@ class Batch:
     def workspace(self) -> VerifyWorkspace:
         case = self.case
         planned = verify_workspace(
-            batch=len(case.trees),
+            max_bs=len(case.trees),
             num_nodes=case.num_nodes or max(1, *(len(t) for t in case.trees)),
             h_q=case.h_q,
             h_kv=case.h_kv,
@@ -94,14 +90,14 @@ class Batch:
         )
         if case.num_splits is not None and self.q.is_cuda:
             floats = planned.num_nodes * case.h_q * (case.d_v + 1)  # partial O and LSE
-            size = 4 * planned.batch * case.num_splits * floats
+            size = 4 * planned.max_bs * case.num_splits * floats
             buffer = torch.empty(size, dtype=torch.uint8, device=self.q.device)
-            planned = replace(planned, buffer=buffer, num_splits=(case.num_splits,) * planned.batch)
-        planned.buffer.fill_(255)  # NaN: its contents must not matter
+            planned = replace(planned, buffer=buffer, num_splits=(case.num_splits,) * planned.max_bs)
+        planned.buffer.fill_(255)  # NaN: the contents must not matter
         return planned
 
     def run(self, workspace: VerifyWorkspace | None = None, **changed):
-        """Runs the op into `out` and `lse` and returns them; `changed` replaces keywords."""
+        """Runs the op into `out` and `lse` and returns both. `changed` replaces keywords."""
         arguments = dict(
             self.arguments,
             workspace=workspace or self.workspace(),
@@ -114,40 +110,26 @@ class Batch:
         return self.out, self.lse
 
 
-def ancestor_words(trees: Sequence[Parents], words: int) -> torch.Tensor:
-    """[T, words] int64 ancestor-or-self bits."""
-    rows = []
-    for parents in trees:
-        masks: list[int] = []
-        for node, parent in enumerate(parents):
-            masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
-        rows += [[_signed(m >> 64 * w & (1 << 64) - 1) for w in range(words)] for m in masks]
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, words)
-
-
 def make_batch(case: Case, device="cpu") -> Batch:
-    """Random values, the same on every device. Slots it does not name, page tails too, hold NaN."""
+    """Random values, the same on every device. Slots that no request names hold NaN, as do the ends of pages."""
     generator = torch.Generator().manual_seed(case.seed)
     rng = random.Random(case.seed)
     trees, h_q, h_kv = case.trees, case.h_q, case.h_kv
-    num_nodes = sum(len(t) for t in trees)
-    total_rows = num_nodes + case.padding_rows
-    num_nodes = case.num_nodes or max(1, *(len(t) for t in trees))
+    total_rows = sum(len(t) for t in trees) + case.padding_rows
+    words = ancestor_words(case.num_nodes or max(1, *(len(t) for t in trees)))
 
-    # Pages of all requests in random order; a request's tail page holds its tree after its prefix, as in
-    # SGLang.
+    # The pages of all requests are in random order. As in SGLang, a request's last page holds its tree after its
+    # prefix.
     tokens_of = [length + len(tree) for tree, length in zip(trees, case.prefix_lens, strict=True)]
     pages_of = [-(-tokens // case.page_size) for tokens in tokens_of]
-    num_pages = sum(pages_of) + 2  # two that nobody owns
+    num_pages = sum(pages_of) + 2  # two without an owner
     free = list(range(num_pages))
     rng.shuffle(free)
     kv_indices, tree_slots, kv_indptr = [], [], [0]
     for tree, length, pages in zip(trees, case.prefix_lens, pages_of, strict=True):
         owned = [free.pop() for _ in range(pages)]
         slots = [p * case.page_size + i for p in owned for i in range(case.page_size)]
-        kv_indices += (
-            slots[:length] + [free[0] * case.page_size] * 3
-        )  # entries past prefix_lens name a poisoned slot
+        kv_indices += slots[:length] + [free[0] * case.page_size] * 3  # past prefix_lens: a poisoned slot
         tree_slots += slots[length : length + len(tree)]
         kv_indptr.append(len(kv_indices))
     used = sorted(
@@ -165,7 +147,7 @@ def make_batch(case: Case, device="cpu") -> Batch:
         values[used] = torch.randn(len(used), h_kv, d, generator=generator)
         return values.to(case.kv_dtype or case.q_dtype).to(device)
 
-    def rows(d: int, fill=None) -> torch.Tensor:
+    def rows_of_q(d: int, fill: float | None = None) -> torch.Tensor:
         width = d + 64 if case.strided else d
         values = torch.randn(total_rows, h_q, width, generator=generator)
         if fill is not None:
@@ -178,7 +160,10 @@ def make_batch(case: Case, device="cpu") -> Batch:
         kv_indices=torch.tensor(kv_indices, dtype=case.index_dtype),
         prefix_lens=torch.tensor(case.prefix_lens, dtype=torch.int32),
         tree_slots=torch.tensor(tree_slots, dtype=case.index_dtype),
-        ancestors=ancestor_words(trees + (chain(case.padding_rows),), -(-num_nodes // 64)),
+        ancestors=torch.tensor(
+            [row for tree in (*trees, chain(case.padding_rows)) for row in ancestor_rows(tree, words)],
+            dtype=torch.int64,
+        ).reshape(-1, words),
         sm_scale=case.d_qk**-0.5,
         logit_cap=case.logit_cap,
         sliding_window=case.sliding_window,
@@ -191,20 +176,20 @@ def make_batch(case: Case, device="cpu") -> Batch:
         arguments["v_scale"] = torch.tensor([1.6]) if case.scales else None
         arguments["sinks"] = torch.randn(h_q, generator=generator) if case.sinks else None
     caches = (cache(576),) if case.mla else (cache(case.d), cache(case.d))
-    out = rows(case.d_v, fill=SENTINEL)
+    out = rows_of_q(case.d_v, fill=SENTINEL)
     lse = torch.full((total_rows, h_q), SENTINEL)
     arguments = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in arguments.items()
     }
-    return Batch(case, rows(case.d_qk), caches, arguments, out, lse.to(device))
+    return Batch(case, rows_of_q(case.d_qk), caches, arguments, out, lse.to(device))
 
 
-SENTINEL = 123.0  # in out and lse before a run: rows that no request owns keep it
+SENTINEL = 123.0  # in out and lse before a run; rows that no request owns keep it
 
 
 def expected(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, h_q, d_v], lse [T, h_q]) in float64: one dense softmax a request. For a batch on the CPU."""
+    """(out [T, h_q, d_v], lse [T, h_q]) in float64, by one dense softmax per request. For a batch on the CPU."""
     case, arguments = batch.case, batch.arguments
     out = torch.full(batch.out.shape, SENTINEL, dtype=torch.float64)
     lse = torch.full(batch.lse.shape, SENTINEL, dtype=torch.float64)
@@ -257,17 +242,16 @@ def expected(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-# Largest error of a row of O, relative to the row's norm. O is rounded to q's type (2^-9 and 2^-12 in norm at
-# most) and the kernels round the softmax weights to the same type; the sums are float32 or wider. float8_e4m3
-# values are exact in both types, so a float8 cache needs no wider bound: the reference reads the same
-# quantized cache.
+# Largest error of a row of O, relative to the row's norm. O is rounded to q's type, which costs at most 2^-9 or 2^-12
+# in norm, and the kernels round the softmax weights to the same type. Sums are float32 or wider. float8_e4m3 values are
+# exact in both types and the reference reads the same quantized cache, so a float8 cache needs no wider bound.
 O_TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-# Absolute, natural logarithm. The products are exact in float32 and logits are of order 1 to 50.
+# Absolute error of the natural logarithm. The products are exact in float32, and logits are of order 1 to 50.
 LSE_TOLERANCE = 1e-3
 
 
 def assert_close(batch: Batch, want_out: torch.Tensor, want_lse: torch.Tensor) -> None:
-    """Compares a batch's out and lse with the reference's, unowned rows included."""
+    """Compares out and lse of a batch with the reference, including rows that no request owns."""
     out, lse = batch.out.cpu().double(), batch.lse.cpu().double()
     want_out, want_lse = want_out.cpu().double(), want_lse.cpu().double()
     assert torch.isfinite(out).all(), (
@@ -289,11 +273,7 @@ def _where(error: torch.Tensor) -> tuple:
     return tuple(divmod(int(error.nan_to_num(math.inf).argmax()), error.shape[1]))
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-def _cumulative(lengths) -> torch.Tensor:
+def _cumulative(lengths: Iterable[int]) -> torch.Tensor:
     total = [0]
     for length in lengths:
         total.append(total[-1] + length)

@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""Reads the built CUDA library and reports, for each kernel and architecture, what the card will be asked
-for.
- Columns: registers a thread, local-memory instructions (LDL + STL: spills and indexed arrays), shared memory
-a block, tensor-core instructions, threads a block, and theoretical occupancy with what limits it. Exit status
-1 if a hot kernel (the attention and combine kernels) touches local memory more than KNOWN_LOCAL_MEMORY says,
-if an attention kernel has no tensor-core instruction or is missing for an architecture, or if a block wants more
-shared memory than it may: what sm_120 gives (101,376 bytes), or for a kernel that is built for sm_90a alone, what
-that gives (232,448 bytes).
+"""Reads the built CUDA library and reports what each kernel needs on each architecture.
+
+Columns: registers per thread, local-memory instructions (LDL + STL, from spills and indexed arrays), shared memory per
+block, tensor-core instructions, threads per block, and theoretical occupancy with its limit. The exit status is 1 if
+- a hot kernel (attention or combine) has more local-memory instructions than KNOWN_LOCAL_MEMORY allows,
+- an attention kernel has no tensor-core instruction or is missing for an architecture, or
+- a block needs more shared memory than sm_120 has, or than sm_90 has for a kernel built only for sm_90a.
 
     python tools/kernel_report.py python/sgl_kernel/ddtree/_ddtree_cuda.so [--output report.md]
 
-Needs cuobjdump (CUDA toolkit, or Triton's copy), c++filt and a C++ compiler; no GPU.
+Needs cuobjdump (from the CUDA toolkit or the triton package), c++filt and a C++ compiler, but no GPU.
 """
 
 from __future__ import annotations
@@ -30,10 +29,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_SHARED = 101_376  # bytes a block: sm_120's limit, which every kernel that runs there keeps to
-MAX_SHARED_SM90A = 232_448  # for the kernels in csrc/tree_verify/sm90, the only ones built for sm_90a
-# The most LDL + STL a hot kernel may have, by (kernel without its element type, architecture), for example
-# ("gqa fp8 256 64", "sm_120"): 6; 0 where unnamed. The goal is 0 everywhere, and a debt named here may only shrink.
+TRAITS = (ROOT / "csrc/tree_verify/traits.h").read_text()
+# Bytes per block: the limit of sm_120, and that of sm_90 for csrc/tree_verify/sm90, the only kernels built for sm_90a.
+MAX_SHARED, MAX_SHARED_SM90A = (
+    int(re.search(rf"\b{name} = (\d+);", TRAITS)[1]) for name in ("kMaxSharedMemory", "kMaxSharedMemorySm90")
+)
+# Allowed LDL + STL of a hot kernel by (kernel without its element type, architecture), for example
+# ("gqa fp8 256 64", "sm_120"): 6. Kernels that are not listed may have none. Entries may only shrink.
 KNOWN_LOCAL_MEMORY: dict[tuple[str, str], int] = {}
 ATTENTION = re.compile(r"(gqa|mla)_(sm90_)?partial_kernel")
 HOT = re.compile(ATTENTION.pattern + "|combine_kernel")
@@ -43,18 +45,19 @@ LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
 
 @dataclass(frozen=True)
 class Architecture:
-    """Limits of one multiprocessor (CUDA programming guide, specifications by compute capability)."""
+    """Limits of one multiprocessor (CUDA programming guide, specifications per compute capability)."""
 
     warps: int
     blocks: int
     shared: int  # bytes
     registers: int = 65_536
-    reserved_shared: int = 1024  # bytes a block that the system takes
+    reserved_shared: int = 1024  # bytes per block that the system takes
 
 
 ARCHITECTURES = {
     "sm_90": Architecture(warps=64, blocks=32, shared=228 * 1024),
     "sm_100": Architecture(warps=64, blocks=32, shared=228 * 1024),
+    "sm_103": Architecture(warps=64, blocks=32, shared=228 * 1024),
     "sm_120": Architecture(warps=48, blocks=24, shared=100 * 1024),
 }
 
@@ -88,7 +91,8 @@ def find_cuobjdump() -> str:
         found = str(bundled) if bundled.exists() else None
     if found is None:
         sys.exit(
-            "kernel_report: no cuobjdump on PATH, in CUDA_HOME or in the triton package: install one of them"
+            "kernel_report: no cuobjdump on PATH, in CUDA_HOME or in the triton package: install the CUDA toolkit "
+            "or triton"
         )
     return found
 
@@ -106,14 +110,14 @@ def demangle(names: list[str]) -> dict[str, str]:
 
 
 def short_name(demangled: str) -> str:
-    """Without return type, parameters and our own namespace."""
+    """Removes the return type, the parameters and our own namespace."""
     name = re.sub(r"^void ", "", demangled)
     name = name.replace("(anonymous namespace)::", "").replace("ddtree::", "")
     return re.sub(r"\(.*$", "", name).replace("> >", ">>")
 
 
 def launch_shapes() -> dict[tuple, tuple[int, int]]:
-    """(kernel, type, fp8, head size, tile height or warpgroups) -> (threads, dynamic shared bytes), from the
+    """Reads (kernel, type, fp8, head size, tile height or warpgroups) -> (threads, dynamic shared bytes) from the
     traits."""
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/launch_shapes"
@@ -130,7 +134,7 @@ def launch_shapes() -> dict[tuple, tuple[int, int]]:
 
 
 def shape_key(name: str) -> tuple | None:
-    """The key of a partial kernel in launch_shapes()."""
+    """Returns the key of a partial kernel in launch_shapes(), or None for any other kernel."""
     flag = {"true": 1, "false": 0}
     kinds = {"Gqa": "gqa", "GqaSm90": "gqa_sm90", "Mla": "mla", "MlaSm90": "mla_sm90"}
     if match := re.search(r"(\w+)Traits<(\w+), (true|false)(?:, (\d+), (\d+))?>", name):
@@ -145,8 +149,11 @@ def shape_of(name: str, shapes: dict) -> tuple[int, int] | None:
 
 
 def missing_kernels(kernels: list[Kernel], shapes: dict) -> list[str]:
-    """Partial kernels of launch_shapes() that the library lacks: those of sm_90a where it is built for any sm_90,
-    the others on every architecture. At run time each would only show as a slower or a failing launch."""
+    """Lists the partial kernels of launch_shapes() that the library lacks.
+
+    The kernels of sm_90a are required if the library is built for any sm_90, the others on every architecture. At run
+    time a missing kernel would only show as a slower or failing launch.
+    """
     built = {(kernel.arch, shape_key(kernel.name)) for kernel in kernels}
     architectures = {kernel.arch for kernel in kernels}
     common = architectures - {"sm_90a"} if "sm_90" in architectures else architectures
@@ -160,7 +167,7 @@ def missing_kernels(kernels: list[Kernel], shapes: dict) -> list[str]:
 
 
 def launch_bounds(cubin: bytes) -> dict[str, int]:
-    """Kernel -> threads a block by __launch_bounds__, from a cubin's .nv.info sections (64-bit ELF)."""
+    """Reads kernel -> threads per block (__launch_bounds__) from the .nv.info sections of a cubin (64-bit ELF)."""
     max_threads = 0x05  # EIATTR_MAX_THREADS: three 32-bit dimensions
     table, entry_size, count, names_index = (
         *struct.unpack_from("<Q", cubin, 0x28),
@@ -185,8 +192,11 @@ def launch_bounds(cubin: bytes) -> dict[str, int]:
 
 
 def static_shared(arch: str, shared: int) -> int:
-    """What a kernel declares, from cuobjdump's SHARED, which counts in what the system takes of each block that has
-    shared memory at all. A block's limit and the traits' sizes are without it."""
+    """Returns the shared memory that a kernel declares.
+
+    cuobjdump's SHARED also counts what the system reserves in each block that uses shared memory. The limits per block
+    and the sizes of the traits do not.
+    """
     limits = ARCHITECTURES.get(re.sub(r"[af]$", "", arch))
     reserved = limits.reserved_shared if limits else 0
     return shared - reserved if shared >= reserved else shared
@@ -239,13 +249,13 @@ def read_library(library: Path) -> list[Kernel]:
 
 
 def occupancy(kernel: Kernel) -> str:
-    """Resident warps as a share of the multiprocessor's, with the limit that sets it."""
+    """Returns the resident warps as a share of the multiprocessor's warps, and what limits them."""
     limits = ARCHITECTURES.get(re.sub(r"[af]$", "", kernel.arch))
     if limits is None or kernel.threads is None:
         return "-"
     warps = -(-kernel.threads // 32)
-    registers_a_warp = -(-kernel.registers * 32 // 256) * 256  # allocated in units of 256
-    warps_by_registers = limits.registers // registers_a_warp // 4 * 4  # over four schedulers
+    registers_per_warp = -(-kernel.registers * 32 // 256) * 256  # allocated in units of 256
+    warps_by_registers = limits.registers // registers_per_warp // 4 * 4  # over four schedulers
     blocks = {
         "warps": limits.warps // warps,
         "blocks": limits.blocks,
@@ -308,7 +318,7 @@ def main() -> int:
     for kernel in kernels:
         if HOT.search(kernel.name) and kernel.local_memory and not kernel.problems:
             print(
-                f"KNOWN {kernel.name} {kernel.arch}: {kernel.local_memory} local-memory instructions, 0 wanted"
+                f"KNOWN {kernel.name} {kernel.arch}: {kernel.local_memory} local-memory instructions (goal: 0)"
             )
     missing = missing_kernels(kernels, launch_shapes())
     for kernel in missing:

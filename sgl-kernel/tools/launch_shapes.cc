@@ -1,12 +1,12 @@
-// Prints what the partial kernels' traits fix and their machine code does not show: for each instantiation its template
-// arguments, threads a block and dynamic shared memory. kernel_report.py compiles and runs it.
+// Prints what the traits of the partial kernels define but machine code does not show: for each instantiation its template
+// arguments, threads per block and dynamic shared memory. kernel_report.py compiles and runs it.
 #include <cstdio>
 
 #include "tree_verify/traits.h"
 
 using namespace ddtree;
 
-// Names are all that the traits want to know of these.
+// The traits need only the names of these types.
 struct __half;
 struct __nv_bfloat16;
 

@@ -20,6 +20,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tools.architectures import architectures
 from tools.image.info import build_info
 from tools.upstream import ROOT
 
@@ -32,7 +33,7 @@ COMMANDS = {
 }  # command: Debian package
 SUITE = "bookworm"
 BASE = f"localhost/debian-base:{SUITE}"
-ARCHITECTURES = {"cpu": "", "cuda": "9.0;10.0a;10.3a;12.0f"}
+ARCHITECTURES = {"cpu": "", "cuda": architectures("image")}
 FREE_BYTES = {"cpu": 15 << 30, "cuda": 40 << 30}
 # What debian:*-slim leaves out, for packages installed later, too; licences stay.
 SLIM = """\

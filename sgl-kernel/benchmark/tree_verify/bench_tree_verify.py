@@ -1,10 +1,10 @@
 """Times tree-verify attention against the card's limits and upstream's Triton kernel.
 
-Limits measured in the same run: the copy rate (bytes read + written) and the mma.sync bf16 rate (mma_rate.cu).
-"KV" is the bytes of the prefix and tree KV, read once, over the time. "common" is the kernel that every
-architecture has, where the card runs one of its own (SGLANG_DDTREE_SM90). Upstream's kernel runs where sglang
-can be imported. Every time is a median of do_bench over replays of a captured graph, the L2 cache
-cleared before each. Prints a Markdown table; never asserts.
+The limits are measured in the same run: the copy rate (bytes read + written) and the bf16 rate of mma.sync
+(mma_rate.cu). "KV" is the size of the prefix and tree KV, read once, divided by the time. "common" is the kernel that
+every architecture has, on a card that normally runs one of its own (SGLANG_DDTREE_SM90). Upstream's kernel runs if
+sglang can be imported. Every time is a median of do_bench over replays of a captured graph, with the L2 cache cleared
+before each replay. Prints a Markdown table; never asserts.
 
     python bench_tree_verify.py --output results/NAME.json
 """
@@ -16,15 +16,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import sgl_kernel.ddtree
 import torch
 import triton
-from sgl_kernel.ddtree import verify_gqa, verify_mla, verify_workspace
+from sgl_kernel.ddtree import MLA_HEAD_SIZES, pack_ancestors, verify_gqa, verify_mla, verify_workspace
 
 HERE = Path(__file__).resolve().parent
+CSRC = HERE.parent.parent / "csrc"
 LIBRARY = Path(sgl_kernel.ddtree.__file__).parent / "_ddtree_cuda.so"
 FP8 = torch.float8_e4m3fn
 
@@ -36,32 +38,33 @@ class Shape:
     h_kv: int
     d_qk: int
     d_v: int
-    b: int
-    n: int  # tree rows of a request
-    length: int  # prefix tokens
+    bs: int
+    num_nodes: int  # N, per request
+    prefix: int  # tokens per request
 
     def __str__(self) -> str:
         heads = f"MLA h_q {self.h_q}" if self.kind == "mla" else f"GQA {self.d_v} h {self.h_q}/{self.h_kv}"
-        return f"{heads}, b {self.b} n {self.n} L {self.length}"
+        return f"{heads}, bs {self.bs}, N {self.num_nodes}, prefix {self.prefix}"
 
     def kv_bytes(self, element: int) -> int:
         width = self.d_qk if self.kind == "mla" else self.d_qk + self.d_v
-        return self.b * (self.length + self.n) * self.h_kv * width * element
+        return self.bs * (self.prefix + self.num_nodes) * self.h_kv * width * element
 
     @property
     def flop(self) -> float:
-        return 2 * self.b * self.n * self.h_q * (self.length + self.n / 2) * (self.d_qk + self.d_v)
+        tokens = self.prefix + self.num_nodes / 2
+        return 2 * self.bs * self.num_nodes * self.h_q * tokens * (self.d_qk + self.d_v)
 
 
-def mla(h_q, b, n, length):
-    return Shape("mla", h_q, 1, 576, 512, b, n, length)
+def mla(h_q: int, bs: int, num_nodes: int, prefix: int) -> Shape:
+    return Shape("mla", h_q, 1, *MLA_HEAD_SIZES, bs, num_nodes, prefix)
 
 
-def gqa(h_q, h_kv, b, n, length, d=128):
-    return Shape("gqa", h_q, h_kv, d, d, b, n, length)
+def gqa(h_q: int, h_kv: int, bs: int, num_nodes: int, prefix: int, d: int = 128) -> Shape:
+    return Shape("gqa", h_q, h_kv, d, d, bs, num_nodes, prefix)
 
 
-BASELINE = [  # timed beside upstream's kernel
+BASELINE = [  # also timed with upstream's kernel
     mla(8, 1, 16, 4096),
     mla(8, 1, 64, 32768),
     mla(8, 1, 16, 131072),
@@ -77,7 +80,7 @@ BASELINE = [  # timed beside upstream's kernel
     gqa(32, 8, 32, 16, 4096),
     gqa(8, 2, 1, 16, 131072),
 ]
-MEMORY_BOUND = [  # at most 64 packed rows a KV head, 64 MB of KV or more
+MEMORY_BOUND = [  # at most 64 packed rows per KV head, 64 MB of KV or more
     mla(8, 1, 8, 131072),
     gqa(32, 8, 1, 4, 131072),
     gqa(32, 8, 8, 16, 16384),
@@ -102,30 +105,20 @@ def mma_rate(binary: str | None) -> float:
     with tempfile.TemporaryDirectory() as folder:
         binary = f"{folder}/mma_rate"
         source = str(HERE / "mma_rate.cu")
-        subprocess.check_call(["nvcc", "-O3", "-std=c++17", "-arch=native", "-o", binary, source])
+        subprocess.check_call(["nvcc", "-O3", "-std=c++17", "-arch=native", "-I", CSRC, "-o", binary, source])
         return float(subprocess.check_output([binary]))
 
 
 def random_tree(n: int, generator: torch.Generator) -> torch.Tensor:
-    """[n, n] bool: ancestor or self. A parent is one of the eight rows before."""
+    """[n, n] bool ancestor mask. A parent is one of the eight preceding nodes."""
     mask = torch.eye(n, dtype=torch.bool)
     for i in range(1, n):
         mask[i] |= mask[int(torch.randint(max(0, i - 8), i, (1,), generator=generator))]
     return mask
 
 
-def pack_words(mask: torch.Tensor) -> torch.Tensor:
-    """[n, n] bool to [n, ceil(n / 64)] int64."""
-    n = mask.shape[0]
-    words = []
-    for first in range(0, n, 64):
-        bits = mask[:, first : first + 64].to(torch.int64)
-        words.append((bits << torch.arange(bits.shape[1])).sum(1))
-    return torch.stack(words, 1)
-
-
-def time_us(f) -> float:
-    """Microseconds of a replay of f's captured graph: as a server runs it, without Python's time between launches."""
+def time_us(f: Callable[[], object]) -> float:
+    """Microseconds per replay of f's captured graph. Like a server, this excludes Python's time between launches."""
     f()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -135,29 +128,35 @@ def time_us(f) -> float:
 
 
 class Inputs:
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape) -> None:
         s = self.shape = shape
         generator = torch.Generator().manual_seed(0)
         bf16 = dict(device="cuda", dtype=torch.bfloat16)
-        slots = s.b * (s.length + s.n)
-        self.q = torch.randn(s.b * s.n, s.h_q, s.d_qk, **bf16) * 0.3
+        slots = s.bs * (s.prefix + s.num_nodes)
+        self.q = torch.randn(s.bs * s.num_nodes, s.h_q, s.d_qk, **bf16) * 0.3
         self.k_cache = torch.randn(slots, s.h_kv, s.d_qk, **bf16) * 0.3
         self.v_cache = self.k_cache[..., : s.d_v] if s.kind == "mla" else torch.randn_like(self.k_cache)
         order = torch.randperm(slots, device="cuda")
-        self.kv_indices = order[: s.b * s.length]
-        self.tree_slots = order[s.b * s.length :]
+        self.kv_indices = order[: s.bs * s.prefix]
+        self.tree_slots = order[s.bs * s.prefix :]
         int32 = dict(device="cuda", dtype=torch.int32)
-        self.qo_indptr = torch.arange(0, s.b * s.n + 1, s.n, **int32)
-        self.kv_indptr = torch.arange(0, s.b * s.length + 1, s.length, **int32)
-        self.prefix_lens = torch.full((s.b,), s.length, **int32)
-        self.tree = random_tree(s.n, generator)
-        self.ancestors = pack_words(self.tree).repeat(s.b, 1).cuda()
-        self.out = torch.empty(s.b * s.n, s.h_q, s.d_v, **bf16)
+        self.qo_indptr = torch.arange(0, s.bs * s.num_nodes + 1, s.num_nodes, **int32)
+        self.kv_indptr = torch.arange(0, s.bs * s.prefix + 1, s.prefix, **int32)
+        self.prefix_lens = torch.full((s.bs,), s.prefix, **int32)
+        self.tree = random_tree(s.num_nodes, generator)
+        self.ancestors = pack_ancestors(self.tree).repeat(s.bs, 1).cuda()
+        self.out = torch.empty(s.bs * s.num_nodes, s.h_q, s.d_v, **bf16)
 
-    def ours(self, fp8: bool):
+    def ours(self, fp8: bool) -> Callable[[], object]:
         s = self.shape
         workspace = verify_workspace(
-            batch=s.b, num_nodes=s.n, h_q=s.h_q, h_kv=s.h_kv, d_qk=s.d_qk, d_v=s.d_v, device=self.q.device
+            max_bs=s.bs,
+            num_nodes=s.num_nodes,
+            h_q=s.h_q,
+            h_kv=s.h_kv,
+            d_qk=s.d_qk,
+            d_v=s.d_v,
+            device=self.q.device,
         )
         keywords = dict(
             qo_indptr=self.qo_indptr,
@@ -176,16 +175,16 @@ class Inputs:
         v = self.v_cache.to(FP8) if fp8 else self.v_cache
         return lambda: verify_gqa(self.q, k, v, **keywords)
 
-    def upstream(self):
+    def upstream(self) -> tuple[Callable[[], None], torch.Tensor]:
         from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
         s = self.shape
         k = self.k_cache[self.tree_slots].contiguous()
         v = k[..., : s.d_v] if s.kind == "mla" else self.v_cache[self.tree_slots].contiguous()
-        prefix = torch.ones(s.n, s.length, dtype=torch.bool)
-        mask = torch.cat([prefix, self.tree], 1).reshape(-1).repeat(s.b).cuda()
-        size = s.n * (s.length + s.n)
-        mask_indptr = torch.arange(0, s.b * size + 1, size, device="cuda", dtype=torch.int64)
+        prefix = torch.ones(s.num_nodes, s.prefix, dtype=torch.bool)
+        mask = torch.cat([prefix, self.tree], 1).reshape(-1).repeat(s.bs).cuda()
+        size = s.num_nodes * (s.prefix + s.num_nodes)
+        mask_indptr = torch.arange(0, s.bs * size + 1, size, device="cuda", dtype=torch.int64)
         out = torch.empty_like(self.out)
 
         def f() -> None:
@@ -202,7 +201,7 @@ class Inputs:
                 mask,
                 True,
                 mask_indptr,
-                s.n,
+                s.num_nodes,
                 1.0,
                 1.0,
                 s.d_qk**-0.5,
@@ -212,12 +211,12 @@ class Inputs:
 
 
 class CommonKernels:
-    """Within it, launches take the kernels that every architecture has."""
+    """A context in which launches use the kernels that every architecture has."""
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         os.environ["SGLANG_DDTREE_SM90"] = "0"
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         del os.environ["SGLANG_DDTREE_SM90"]
 
 
@@ -247,7 +246,7 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": options.commit,
-        # Beside an upstream sgl_kernel, a package of ours that is not installed into it is not the one imported.
+        # Identifies the library: with upstream's sgl_kernel installed, only a package installed into it is imported.
         "library_sha256": hashlib.sha256(LIBRARY.read_bytes()).hexdigest(),
         "command": " ".join(["python", *sys.argv]),
         "copy_gb_s": copy,
@@ -304,7 +303,7 @@ def main() -> None:
             )
         del inputs
         torch.cuda.empty_cache()
-        if options.output:  # after every shape: a run that is cut short keeps what it measured
+        if options.output:  # after every shape, so that an interrupted run keeps its results
             options.output.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -1,12 +1,12 @@
-// Measures the rate of mma.sync m16n8k16 bf16 with fp32 accumulation, operands in registers: the ceiling of kernels
-// that use no architecture-specific matrix instruction. Prints one number, TFLOP/s (best of 10 launches).
-// Build: nvcc -O3 -std=c++17 -arch=native -o mma_rate mma_rate.cu
+// Measures the rate of mma.sync m16n8k16 in bf16 with fp32 accumulation and operands in registers. This is the ceiling
+// for kernels without architecture-specific matrix instructions. Prints one number, TFLOP/s (best of 10 launches).
+// Build: nvcc -O3 -std=c++17 -arch=native -I ../../csrc -o mma_rate mma_rate.cu
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstdio>
 
-#include "../../csrc/common/mma_sm80.cuh"
+#include "common/mma_sm80.cuh"
 
 constexpr int kThreads = 256, kChains = 8, kIterations = 4096;
 
@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kThreads) mma_loop(float* out, unsigned seed) 
   float d[kChains][4] = {};
   uint32_t a[4], b[2];
   unsigned x = seed + threadIdx.x * 2654435761u;
-  auto random_pair = [&] {  // two bf16 in +-[1, 2): the power drawn depends on the data
+  auto random_pair = [&] {  // two bf16 in +-[1, 2), because the power drawn depends on the data
     x = x * 1664525u + 1013904223u;
     return (x & 0x807f807fu) | 0x3f803f80u;
   };

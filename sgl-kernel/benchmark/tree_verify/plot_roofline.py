@@ -15,7 +15,7 @@ LIGHT, MUTED, COMMON, UPSTREAM = "#2a6fbb", "#d9822b", "#2a9d6f", "#8a8a8a"
 
 
 def intensity(row: dict) -> float:
-    """FLOP a byte of KV."""
+    """FLOP per byte of KV."""
     return row["tflop_s"] * 1e3 / row["kv_gb_s"]
 
 
@@ -62,7 +62,7 @@ def main(source: str, target: str) -> None:
     ax.set(
         xscale="log",
         yscale="log",
-        xlabel="FLOP a byte of KV",
+        xlabel="FLOP per byte of KV",
         ylabel="TFLOP/s",
         title=f"Tree verify on one {results['gpu']}, commit {results['commit'][:10]}",
     )

@@ -1,16 +1,17 @@
-"""The `sgl_kernel` ops that SGLang 0.5.23 calls on a CPU without AMX, in torch.
+"""The `sgl_kernel` ops that SGLang 0.5.23 calls on a CPU without AMX, implemented in torch.
 
-`register` also sets the names that model modules look up while they are imported, so that those modules load; calling
-one of them raises.
+`register` also sets the names that model modules look up at import, so that those modules load. Calling one of these
+raises.
 """
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
 _MASK32 = 0xFFFFFFFF
 
-# Looked up at import by models/{qwen3_5,muse_glimmer,grok}.py and layers/attention/linear; AMX kernels upstream.
+# AMX kernels that models/{qwen3_5,muse_glimmer,grok}.py and layers/attention/linear look up at import.
 _LOOKED_UP_AT_IMPORT = (
     "fused_dual_residual_rmsnorm_cpu",
     "fused_gdn_gating_cpu",
@@ -26,20 +27,20 @@ _LOOKED_UP_AT_IMPORT = (
 def copy_all_layer_kv_cache_cpu(
     data_ptrs: torch.Tensor, strides: torch.Tensor, tgt_loc: torch.Tensor, src_loc: torch.Tensor
 ) -> None:
-    """Copies KV rows inside each layer's buffer, for all layers of a pool.
+    """Copies KV rows within each layer's buffer, for all layers of a pool.
 
-    All source rows of a layer are read before the first is written, so the two lists may overlap.
+    All source rows of a layer are read before the first row is written, so the two lists may overlap.
 
     Args:
         data_ptrs: [layers] uint64 or int64, address of each layer's first row.
-        strides: [layers] int64, bytes from one row to the next (a row is that long).
-        tgt_loc: [n] integer, rows to write; no row twice.
+        strides: [layers] int64, bytes of a row, which are also the bytes from one row to the next.
+        tgt_loc: [n] integer, rows to write; no row occurs twice.
         src_loc: [n] integer, rows to read.
 
     Raises:
         ValueError: tgt_loc and src_loc differ in length.
 
-    Source: the CUDA kernel copy_all_layer_kv_cache_tiled of SGLang 0.5.23 does the same.
+    Source: same behavior as the CUDA kernel copy_all_layer_kv_cache_tiled of SGLang 0.5.23.
     """
     if tgt_loc.numel() != src_loc.numel():
         raise ValueError(
@@ -57,17 +58,24 @@ def copy_all_layer_kv_cache_cpu(
         layer[targets] = layer[sources]
 
 
-def assign_req_to_token_pool_cpu(rows, table, starts, ends, slots, width) -> None:
-    """Writes newly allocated slots into the request-to-token table. SGLang passes all by position.
+def assign_req_to_token_pool_cpu(
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    slots: torch.Tensor,
+    width: int,
+) -> None:
+    """Writes newly allocated slots into the request-to-token table. SGLang passes all arguments by position.
 
     Args:
         rows: [n] integer tensor, the table's row of each request.
         table: [rows, width] int32 tensor, written in place.
-        starts, ends: [n] integer tensors; request i gets positions start to end, in order.
-        slots: [sum of (end - start)] integer tensor, request after request.
-        width: of the table; known from it here.
+        starts, ends: [n] integer tensors; request i fills positions starts[i] to ends[i] - 1.
+        slots: [sum of (ends - starts)] integer tensor, one request after the other.
+        width: width of the table; unused here.
 
-    Source: the Triton kernel assign_req_to_token_pool of SGLang 0.5.23 does the same.
+    Source: same behavior as the Triton kernel assign_req_to_token_pool of SGLang 0.5.23.
     """
     taken = 0
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist()):
@@ -84,19 +92,19 @@ def _murmur3_mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (x86, 32 bit) of the 16 bytes seed | position | column.
+    """Computes MurmurHash3 (x86, 32 bit) of the 16 bytes seed | position | column.
 
     Args:
         seed: [n] int64 or uint64.
-        positions: [n] integer; its low 32 bits count.
-        col_indices: [m] integer; its low 32 bits count.
+        positions: [n] integer; only the low 32 bits are used.
+        col_indices: [m] integer; only the low 32 bits are used.
 
     Returns:
         [n, m] uint32.
 
-    Source: Appleby's MurmurHash3, with seed 0; SGLang's seeded sampling uses it on every device.
+    Source: Appleby's MurmurHash3 with seed 0, which SGLang's seeded sampling uses on every device.
     """
-    # int64 holds a product of two 32-bit words modulo 2^64; masking gives it modulo 2^32.
+    # An int64 product of two 32-bit words is exact modulo 2^64, so masking gives it modulo 2^32.
     seed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.long()
     low, high = seed & _MASK32, (seed >> 32) & _MASK32
     h = _murmur3_mix(torch.zeros_like(seed), low)
@@ -110,20 +118,20 @@ def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, col_indices: 
 
 
 def fused_sigmoid_mul_cpu(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """x *= sigmoid(gate), in place.
+    """Computes x *= sigmoid(gate) in place.
 
     Args:
         x: [..., d] floating point, written.
-        gate: of x's size once viewed as x's shape (a 3-D gate of [t, h, d] goes with x [t, h * d]).
+        gate: as many elements as x; viewed in x's shape (for example [t, h, d] for x [t, h * d]).
     """
     x.mul_(torch.sigmoid(gate.float()).to(x.dtype).reshape(x.shape))
 
 
-def register(device_only) -> None:
+def register(device_only: Callable[[str], Callable]) -> None:
     """Registers the ops above in torch's `sgl_kernel` library.
 
     Args:
-        device_only: name -> a function that raises; used for the ops that are only looked up.
+        device_only: turns a name into a function that raises, for the ops that are only looked up.
     """
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     schemas = {
@@ -137,6 +145,6 @@ def register(device_only) -> None:
         library.define(schema)
         library.impl(schema.partition("(")[0], function, "CPU")
     for name in _LOOKED_UP_AT_IMPORT:
-        # A plain attribute of the namespace: these are looked up, never dispatched.
+        # A plain attribute of the namespace is enough, because these are looked up and never dispatched.
         setattr(torch.ops.sgl_kernel, name, device_only(f"torch.ops.sgl_kernel.{name}"))
-    register.library = library  # torch drops the ops when the library object goes
+    register.library = library  # torch drops the ops when the library object is collected

@@ -54,7 +54,7 @@ const Arg& Arg::on(const Arg& other) const {
   const bool same = tensor_.is_cpu() ? other.tensor_.is_cpu()
                                      : tensor_.is_cuda() == other.tensor_.is_cuda() &&
                                            tensor_.get_device_index() == other.tensor_.get_device_index();
-  if (!same) fail(name_, "device " + device_name(other.tensor_) + " as " + other.name_, device_name(tensor_));
+  if (!same) fail(name_, "device " + device_name(other.tensor_) + " like " + other.name_, device_name(tensor_));
   return *this;
 }
 

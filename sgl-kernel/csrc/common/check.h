@@ -13,7 +13,7 @@ namespace ddtree {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The one way an op reports a wrong argument: "<argument>: expected <expected>, got <actual>".
+// Reports a wrong argument as "<argument>: expected <expected>, got <actual>". Every op uses this form.
 template <typename Expected, typename Actual>
 [[noreturn]] void fail(const std::string& argument, const Expected& expected, const Actual& actual) {
   std::ostringstream message;
@@ -34,28 +34,28 @@ inline std::string shape_string(const Tensor& tensor) {
   return out.str();
 }
 
-// A named tensor argument; the checks chain:
+// A named tensor argument. Checks can be chained:
 //   Arg("k_cache", k_cache).on(q_arg).dtype({ScalarType::BFloat16}).shape({Arg::kAny, h_kv, d}).contiguous();
 class Arg {
  public:
   Arg(const char* name, const Tensor& tensor) : name_(name), tensor_(tensor) {}
 
   const Arg& dtype(std::initializer_list<ScalarType> allowed) const;
-  // The same device as `other`, the op's first tensor.
+  // On the same device as `other`, the op's first tensor.
   const Arg& on(const Arg& other) const;
   const Arg& dims(int64_t rank) const;
-  // `expected` may hold kAny for a dimension that is free.
+  // `expected` holds kAny for a dimension of any size.
   const Arg& shape(std::initializer_list<int64_t> expected) const;
   const Arg& contiguous() const;
   const Arg& last_dim_contiguous() const;
-  // data_ptr() and every outer stride on a multiple of `bytes`: vector loads need it.
+  // data_ptr() and every outer stride are multiples of `bytes`, as vector loads require.
   const Arg& aligned(int64_t bytes) const;
 
   static constexpr int64_t kAny = -1;
 
  private:
   const char* name_;
-  const Tensor& tensor_;  // the caller's: an Arg lives no longer than the call it checks
+  const Tensor& tensor_;  // owned by the caller: an Arg must not outlive the call that it checks
 };
 
 }  // namespace ddtree

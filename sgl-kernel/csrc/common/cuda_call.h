@@ -1,5 +1,5 @@
-// What a *_cuda.cc file needs around a launch: the tensor's device made current, torch's current stream, and an error
-// check. Not for .cu files: those include no torch header.
+// Support for launches in *_cuda.cc files: makes the tensor's device current, gives torch's current stream, and checks
+// errors. Not for .cu files, which include no torch header.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -11,12 +11,12 @@
 #include <stdexcept>
 #include <string>
 
-// torch declares it only where it was itself built with CUDA (USE_CUDA); the symbol is in libtorch_cuda.so.
+// torch declares this only if it was itself built with CUDA (USE_CUDA). The symbol is in libtorch_cuda.so.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace ddtree {
 
-// For the duration of one op call: `tensor`'s device is current, stream() is torch's current stream there.
+// For the duration of one op call, `tensor`'s device is current and stream() is torch's current stream on it.
 class CudaCall {
  public:
   explicit CudaCall(const torch::stable::Tensor& tensor) : guard_(tensor.get_device_index()) {
@@ -29,7 +29,7 @@ class CudaCall {
 
   cudaStream_t stream() const { return stream_; }
 
-  // Raises if the launch just made was refused. Faults inside the kernel show at the next synchronization.
+  // Throws if the last launch was refused. Faults inside the kernel surface at the next synchronization.
   static void check(const char* op, cudaError_t error = cudaGetLastError()) {
     if (error != cudaSuccess) throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(error));
   }

@@ -55,7 +55,7 @@ struct Float16 {
   }
 };
 
-// float8_e4m3fn: bias 7, no infinity, NaN only where every bit but the sign is set.
+// float8_e4m3fn: bias 7, no infinity, NaN only if all bits except the sign are set.
 struct Float8E4M3 {
   uint8_t bits;
   operator float() const { return table()[bits]; }

@@ -1,9 +1,9 @@
-// e4m3 to bf16 / fp16. Both hold every e4m3 value exactly, so KV scales can be applied to S and O instead.
+// Converts e4m3 to bf16 or fp16. Both hold every e4m3 value exactly, so the KV scales are applied to S and O instead.
 #pragma once
 
 #include <cuda_fp8.h>
 
-#include "mma_sm80.cuh"
+#include "common/mma_sm80.cuh"
 
 namespace ddtree {
 
@@ -28,8 +28,8 @@ __device__ __forceinline__ void e4m3x16_to_16bit(uint4 in, uint4& lo, uint4& hi)
   hi.z = e4m3x2_to_16bit<T>(in.w & 0xffff), hi.w = e4m3x2_to_16bit<T>(in.w >> 16);
 }
 
-// The power of two that brings a row of absolute maximum `top` into [1, 2), for values that go from bf16 to fp16. Its
-// reciprocal is a power of two too: exact.
+// The power of two that brings a row with absolute maximum `top` into [1, 2), for conversion from bf16 to fp16. Its
+// reciprocal is a power of two as well, so undoing the scale is exact.
 __device__ __forceinline__ float range_scale(float top) {
   const uint32_t exponent = __float_as_uint(top) >> 23;
   return exponent == 0 || exponent >= 254 ? 1.f : __uint_as_float((254 - exponent) << 23);

@@ -1,5 +1,5 @@
-// mbarrier (sm_90): a barrier in shared memory on which the arriving and the waiting threads differ. A phase completes
-// after `count` arrivals; whoever waits names the parity of the phase, 0 for the first. Arrival releases, waiting
+// mbarrier (sm_90): a barrier in shared memory whose arriving and waiting threads may differ. A phase completes after
+// `count` arrivals. A waiting thread names the parity of the phase, 0 for the first. Arriving releases and waiting
 // acquires.
 #pragma once
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, as one of `count`, once all cp.async copies that this thread has issued have landed.
+// Arrives once all cp.async copies that this thread has issued have landed. Counts as one of `count` arrivals.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

@@ -1,4 +1,4 @@
-// Pieces of the online softmax. Logits are in base 2 (scaled by log2 e), so that exp2 is one instruction.
+// Parts of the online softmax. Logits are in base 2 (scaled by log2 e), because exp2 is one instruction.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,7 +16,7 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return y;
 }
 
-// The four lanes that hold one row of an mma accumulator.
+// Reductions over the four lanes that hold one row of an mma accumulator.
 __device__ __forceinline__ float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(0xffffffff, v, 1));
   return fmaxf(v, __shfl_xor_sync(0xffffffff, v, 2));
@@ -27,12 +27,12 @@ __device__ __forceinline__ float quad_sum(float v) {
   return v + __shfl_xor_sync(0xffffffff, v, 2);
 }
 
-// Raw q.k to a base-2 logit: s * factor, or with a cap first s = cap * tanh(s * in), then factor 1. tanh goes through
-// exp2: tanh.approx's error of 2^-11 would be multiplied by the cap.
+// Turns a raw q.k into a base-2 logit. Without a cap that is s * factor. With a cap, capped() gives the logit and
+// factor is 1. tanh is computed from exp2, because the cap would multiply tanh.approx's error of 2^-11.
 struct LogitScale {
-  float factor, in, cap;  // cap == 0: none
+  float factor, in, cap;  // cap is 0 if there is none
 
-  // For kInOnly: both cases through `in`, one register less to keep.
+  // For kInOnly: `in` serves both cases, which saves a register.
   __device__ __forceinline__ float operator()(float s) const {
     if (cap == 0.f) return s * in;
     return capped(s);
@@ -49,8 +49,8 @@ __device__ __forceinline__ LogitScale make_logit_scale(float sm_scale, float k_s
   return {sm_scale * k_scale * kLog2E, kInOnly ? sm_scale * k_scale * kLog2E : 0.f, 0.f};
 }
 
-// The running maximum is raised only when a tile exceeds it by more than 2^8 (probabilities stay below 2^8, in range
-// for fp16), so that the accumulators are rarely rescaled. Returns what to multiply them by.
+// Raises the running maximum only if a tile exceeds it by more than 2^8. Probabilities stay below 2^8, in range for
+// fp16, and the accumulators are rarely rescaled. Returns the factor to multiply them by.
 constexpr float kRescaleThreshold = 8.f;
 
 __device__ __forceinline__ float raise_max(float& row_max, float top) {
@@ -60,16 +60,17 @@ __device__ __forceinline__ float raise_max(float& row_max, float top) {
   return shrink;
 }
 
-// The subtrahend of a row's exponents. Nothing attended yet: every exp2 is exp2(-inf).
+// What to subtract from a row's exponents. It is 0 if the row has attended to nothing, so that exp2(-inf - 0) is 0.
 __device__ __forceinline__ float exponent_base(float row_max) { return row_max == neg_inf() ? 0.f : row_max; }
 
-// Running maximum, sum of one attention row, and what turns an unnormalized accumulator into its output.
+// The result of one attention row.
 struct RowResult {
   float scale;  // o = accumulator * scale
   float lse2;   // base-2 LSE
 };
 
-// `sink2`: the base-2 sink logit, -inf for none. Nothing attended (sum 0 and no sink) gives scale 0 and LSE -inf.
+// `sink2` is the base-2 sink logit, or -inf if there is none. A row that attends to nothing and has no sink gets scale
+// 0 and LSE -inf.
 __device__ __forceinline__ RowResult finish_row(float row_max, float row_sum, float sink2) {
   const float top = fmaxf(row_max, sink2);
   if (top == neg_inf()) return {0.f, neg_inf()};

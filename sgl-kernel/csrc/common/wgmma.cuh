@@ -1,8 +1,8 @@
-// wgmma (sm_90a): matrix products of a warpgroup, four warps, with fp32 accumulators in registers and operands in
-// shared memory in the 128-byte swizzle. A product runs asynchronously: fence, products, commit, wait.
+// wgmma (sm_90a): matrix products of a warpgroup (four warps), with fp32 accumulators in registers and operands in
+// shared memory in the 128-byte swizzle. Products run asynchronously: fence, products, commit, wait.
 //
-// A swizzled block is [rows][128 bytes], 1024-byte aligned; the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
-// Accumulator of m64nN, thread t of the group, g = t % 32 / 4, c = 2 * (t % 4): d[4 j .. 4 j + 3] are (row, column)
+// A swizzled block is [rows][128 bytes], 1024-byte aligned. The 16-byte chunk c of row r is stored at chunk c ^ (r %
+// 8). Accumulator of m64nN, thread t of the group, g = t % 32 / 4, c = 2 * (t % 4): d[4 j .. 4 j + 3] are (row, column)
 // (16 (t / 32) + g, 8 j + c .. + 1) and (row + 8, the same). A from registers has the layout of mma.sync's A.
 #pragma once
 
@@ -17,30 +17,30 @@ namespace ddtree {
 constexpr int kSwizzleRowBytes = 128;
 constexpr int kSwizzleAtomBytes = 8 * kSwizzleRowBytes;
 
-// Byte offset of the 16-byte chunk of a row in a swizzled block.
+// Byte offset of a row's 16-byte chunk in a swizzled block.
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * kSwizzleRowBytes + ((chunk ^ (row & 7)) << 4);
 }
 
-// Shared-memory descriptor of an operand in the 128-byte swizzle. `stride` is the step between atoms of eight rows.
-// Read along the rows' bytes (K-major), a product takes 32 bytes of each row: `leading` is unused. Read across the rows
-// (MN-major), it takes 16 rows, and `leading` is the step between blocks of 128 bytes.
+// Shared-memory descriptor of an operand in the 128-byte swizzle. `stride` is the step between atoms of eight rows. A
+// K-major product reads 32 bytes along each row and ignores `leading`. An MN-major product reads across 16 rows, and
+// `leading` is the step between blocks of 128 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, int leading, int stride) {
   constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
   return kSwizzle128 | uint64_t(stride >> 4) << 32 | uint64_t(leading >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Orders earlier register and ordinary shared-memory accesses before the products that follow.
+// Orders earlier accesses to registers and ordinary accesses to shared memory before the products that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most kPending of the group's committed batches run.
+// Waits until at most kPending of the group's committed batches are running.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving accesses to accumulators across the waits and fences around it.
+// Keeps the compiler from moving accesses to accumulators across the surrounding waits and fences.
 template <int kCount>
 __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 #pragma unroll
@@ -50,7 +50,7 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 // Makes this thread's ordinary writes to shared memory visible to the products of threads that synchronize with it.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The products, m64nNk16: N is implied by the size of the accumulator `d`.
+// The products m64nNk16. The size of the accumulator `d` implies N.
 
 #define DDTREE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define DDTREE_D16(i) DDTREE_D4(i), DDTREE_D4(i + 4), DDTREE_D4(i + 8), DDTREE_D4(i + 12)
@@ -92,7 +92,7 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
     }                                                                                                    \
   }
 
-// d [64, N] = a [64, 16] b [N, 16]^T (+ d), both from shared memory, K-major.
+// d [64, N] = a [64, 16] b [N, 16]^T (+ d), with a and b in shared memory, K-major.
 DDTREE_DEFINE_WGMMA_SS(32, "%16", "%17", "%18")
 DDTREE_DEFINE_WGMMA_SS(64, "%32", "%33", "%34")
 DDTREE_DEFINE_WGMMA_SS(128, "%64", "%65", "%66")
@@ -114,7 +114,7 @@ DDTREE_DEFINE_WGMMA_SS(128, "%64", "%65", "%66")
     }                                                                                               \
   }
 
-// d [64, N] += a [64, 16] b [16, N]: a from registers, b from shared memory, MN-major.
+// d [64, N] += a [64, 16] b [16, N], with a in registers and b in shared memory, MN-major.
 DDTREE_DEFINE_WGMMA_RS(64, "%32,%33,%34,%35", "%36")
 DDTREE_DEFINE_WGMMA_RS(96, "%48,%49,%50,%51", "%52")
 DDTREE_DEFINE_WGMMA_RS(128, "%64,%65,%66,%67", "%68")
@@ -140,7 +140,7 @@ DDTREE_DEFINE_WGMMA_RS(256, "%128,%129,%130,%131", "%132")
 #undef DDTREE_DEFINE_WGMMA_SS
 #undef DDTREE_DEFINE_WGMMA_RS
 
-// Moves registers between warpgroups: each warpgroup of the block calls one of the two, in its own branch.
+// Moves registers between warpgroups. Each warpgroup of the block calls one of the two in its own branch.
 template <int kRegisters>
 __device__ __forceinline__ void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -20,65 +20,52 @@ void check_together(const char* name, const OptionalTensor& given, const char* o
         given ? "a tensor" : "None");
 }
 
-template <typename T>
-const T* pointer_or_null(const OptionalTensor& tensor) {
-  return tensor ? tensor->const_data_ptr<T>() : nullptr;
-}
-
 }  // namespace
 
 BuildParams build_params(const Tensor& candidates, const Tensor& log_probs, const OptionalTensor& log_sum,
-                         const Tensor& bonus, const OptionalTensor& budget, const OptionalTensor& prefix_lens,
-                         bool keep_spine, const Tensor& tokens, const Tensor& parents, const Tensor& depths,
-                         const Tensor& ancestors, const Tensor& first_child, const Tensor& next_sibling,
-                         const Tensor& num_rows, const OptionalTensor& positions) {
+                         const Tensor& bonus, bool keep_top1_path, const Tensor& tokens, const Tensor& parents,
+                         const Tensor& depths, const Tensor& ancestors, const Tensor& first_child,
+                         const Tensor& next_sibling, const Tensor& sizes) {
   const Arg first("candidates", candidates);
   first.dtype({kLong}).dims(3).contiguous();
-  const int64_t b = candidates.size(0), L = candidates.size(1), K = candidates.size(2);
-  check_range("candidates", "[b, L, K] with L", L, 1, kMaxDepth);
-  check_range("candidates", "[b, L, K] with K", K, 1, kMaxCandidates);
-  Arg("log_probs", log_probs).on(first).dtype({kFloat}).shape({b, L, K}).contiguous();
-  if (log_sum) Arg("log_sum", *log_sum).on(first).dtype({kFloat}).shape({b, L}).contiguous();
-  Arg("bonus", bonus).on(first).dtype({kLong}).shape({b}).contiguous();
-  if (budget) Arg("budget", *budget).on(first).dtype({kInt}).shape({b}).contiguous();
-  if (prefix_lens) Arg("prefix_lens", *prefix_lens).on(first).dtype({kLong}).shape({b}).contiguous();
+  const int64_t bs = candidates.size(0), D = candidates.size(1), K = candidates.size(2);
+  check_range("candidates", "[bs, D, K] with D", D, 1, kMaxDepth);
+  check_range("candidates", "[bs, D, K] with K", K, 1, kMaxCandidates);
+  Arg("log_probs", log_probs).on(first).dtype({kFloat}).shape({bs, D, K}).contiguous();
+  if (log_sum) Arg("log_sum", *log_sum).on(first).dtype({kFloat}).shape({bs, D}).contiguous();
+  Arg("bonus", bonus).on(first).dtype({kLong}).shape({bs}).contiguous();
 
-  Arg("tokens", tokens).on(first).dtype({kLong}).shape({b, Arg::kAny}).contiguous();
+  Arg("tokens", tokens).on(first).dtype({kLong}).shape({bs, Arg::kAny}).contiguous();
   const int64_t N = tokens.size(1);
-  check_range("tokens", "[b, N] with N", N, 1, kMaxRows);
-  Arg("parents", parents).on(first).dtype({kInt}).shape({b, N}).contiguous();
-  Arg("depths", depths).on(first).dtype({kInt}).shape({b, N}).contiguous();
-  Arg("ancestors", ancestors).on(first).dtype({kLong}).shape({b, N, Arg::kAny}).contiguous();
-  check(ancestors.size(2) * kWordBits >= N, "ancestors",
-        std::to_string((N + kWordBits - 1) / kWordBits) + " words a row or more (64 rows each)",
+  check_range("tokens", "[bs, N] with N", N, 1, kMaxNodes);
+  Arg("parents", parents).on(first).dtype({kInt}).shape({bs, N}).contiguous();
+  Arg("depths", depths).on(first).dtype({kInt}).shape({bs, N}).contiguous();
+  Arg("ancestors", ancestors).on(first).dtype({kLong}).shape({bs, N, Arg::kAny}).contiguous();
+  const int64_t words = ancestor_words(static_cast<int>(N));
+  check(ancestors.size(2) >= words, "ancestors", "at least " + std::to_string(words) + " words per node",
         "shape " + shape_string(ancestors));
-  Arg("first_child", first_child).on(first).dtype({kInt}).shape({b, N}).contiguous();
-  Arg("next_sibling", next_sibling).on(first).dtype({kInt}).shape({b, N}).contiguous();
-  Arg("num_rows", num_rows).on(first).dtype({kInt}).shape({b}).contiguous();
-  check_together("positions", positions, "prefix_lens", prefix_lens);
-  if (positions) Arg("positions", *positions).on(first).dtype({kLong}).shape({b, N}).contiguous();
+  Arg("first_child", first_child).on(first).dtype({kInt}).shape({bs, N}).contiguous();
+  Arg("next_sibling", next_sibling).on(first).dtype({kInt}).shape({bs, N}).contiguous();
+  Arg("sizes", sizes).on(first).dtype({kInt}).shape({bs}).contiguous();
 
   BuildParams params{};
   params.candidates = candidates.const_data_ptr<int64_t>();
   params.log_probs = log_probs.const_data_ptr<float>();
-  params.log_sum = pointer_or_null<float>(log_sum);
+  params.log_sum = log_sum ? log_sum->const_data_ptr<float>() : nullptr;
   params.bonus = bonus.const_data_ptr<int64_t>();
-  params.budget = pointer_or_null<int32_t>(budget);
-  params.prefix_lens = pointer_or_null<int64_t>(prefix_lens);
   params.tokens = tokens.mutable_data_ptr<int64_t>();
   params.parents = parents.mutable_data_ptr<int32_t>();
   params.depths = depths.mutable_data_ptr<int32_t>();
   params.ancestors = reinterpret_cast<uint64_t*>(ancestors.mutable_data_ptr<int64_t>());
   params.first_child = first_child.mutable_data_ptr<int32_t>();
   params.next_sibling = next_sibling.mutable_data_ptr<int32_t>();
-  params.num_rows = num_rows.mutable_data_ptr<int32_t>();
-  params.positions = positions ? positions->mutable_data_ptr<int64_t>() : nullptr;
-  params.b = static_cast<int32_t>(b);
-  params.depth = static_cast<int32_t>(L);
-  params.candidates_per_position = static_cast<int32_t>(K);
-  params.rows = static_cast<int32_t>(N);
+  params.sizes = sizes.mutable_data_ptr<int32_t>();
+  params.bs = static_cast<int32_t>(bs);
+  params.max_depth = static_cast<int32_t>(D);
+  params.num_candidates = static_cast<int32_t>(K);
+  params.num_nodes = static_cast<int32_t>(N);
   params.words = static_cast<int32_t>(ancestors.size(2));
-  params.keep_spine = keep_spine;
+  params.keep_top1_path = keep_top1_path;
   return params;
 }
 
@@ -86,16 +73,16 @@ AcceptParams accept_params(const Tensor& tokens, const Tensor& parents, const Te
                            const Tensor& output, const Tensor& lengths, const Tensor& bonus) {
   const Arg first("tokens", tokens);
   first.dtype({kLong}).dims(2).contiguous();
-  const int64_t b = tokens.size(0), N = tokens.size(1);
-  check_range("tokens", "[b, N] with N", N, 1, kMaxRows);
-  Arg("parents", parents).on(first).dtype({kInt}).shape({b, N}).contiguous();
-  Arg("target", target).on(first).dtype({kLong}).shape({b, N}).contiguous();
-  Arg("path", path).on(first).dtype({kLong}).shape({b, Arg::kAny}).contiguous();
-  const int64_t D = path.size(1);
-  check_range("path", "[b, D] with D", D, 1, kMaxRows);
-  Arg("output", output).on(first).dtype({kLong}).shape({b, D}).contiguous();
-  Arg("lengths", lengths).on(first).dtype({kInt}).shape({b}).contiguous();
-  Arg("bonus", bonus).on(first).dtype({kLong}).shape({b}).contiguous();
+  const int64_t bs = tokens.size(0), N = tokens.size(1);
+  check_range("tokens", "[bs, N] with N", N, 1, kMaxNodes);
+  Arg("parents", parents).on(first).dtype({kInt}).shape({bs, N}).contiguous();
+  Arg("target", target).on(first).dtype({kLong}).shape({bs, N}).contiguous();
+  Arg("path", path).on(first).dtype({kLong}).shape({bs, Arg::kAny}).contiguous();
+  const int64_t F = path.size(1);
+  check_range("path", "[bs, F] with F", F, 1, kMaxNodes);
+  Arg("output", output).on(first).dtype({kLong}).shape({bs, F}).contiguous();
+  Arg("lengths", lengths).on(first).dtype({kInt}).shape({bs}).contiguous();
+  Arg("bonus", bonus).on(first).dtype({kLong}).shape({bs}).contiguous();
 
   AcceptParams params{};
   params.tokens = tokens.const_data_ptr<int64_t>();
@@ -105,9 +92,9 @@ AcceptParams accept_params(const Tensor& tokens, const Tensor& parents, const Te
   params.output = output.mutable_data_ptr<int64_t>();
   params.lengths = lengths.mutable_data_ptr<int32_t>();
   params.bonus = bonus.mutable_data_ptr<int64_t>();
-  params.b = static_cast<int32_t>(b);
-  params.rows = static_cast<int32_t>(N);
-  params.max_length = static_cast<int32_t>(D);
+  params.bs = static_cast<int32_t>(bs);
+  params.num_nodes = static_cast<int32_t>(N);
+  params.block_size = static_cast<int32_t>(F);
   return params;
 }
 
@@ -115,19 +102,19 @@ CommitParams commit_params(const Tensor& path, const Tensor& lengths, const Tens
                            int64_t max_row_bytes, const OptionalTensor& hidden, const OptionalTensor& hidden_out) {
   const Arg first("path", path);
   first.dtype({kLong}).dims(2).contiguous();
-  const int64_t b = path.size(0), D = path.size(1);
-  check_range("path", "[b, D] with D", D, 1, kMaxRows);
-  Arg("lengths", lengths).on(first).dtype({kInt}).shape({b}).contiguous();
-  Arg("slots", slots).on(first).dtype({kLong}).shape({b, Arg::kAny}).contiguous();
+  const int64_t bs = path.size(0), F = path.size(1);
+  check_range("path", "[bs, F] with F", F, 1, kMaxNodes);
+  Arg("lengths", lengths).on(first).dtype({kInt}).shape({bs}).contiguous();
+  Arg("slots", slots).on(first).dtype({kLong}).shape({bs, Arg::kAny}).contiguous();
   const int64_t N = slots.size(1);
-  check_range("slots", "[b, N] with N", N, 1, kMaxRows);
+  check_range("slots", "[bs, N] with N", N, 1, kMaxNodes);
   Arg("buffers", buffers).on(first).dtype({kLong}).shape({Arg::kAny, 3}).contiguous();
   check(max_row_bytes >= 0, "max_row_bytes", "0 or more", max_row_bytes);
   check_together("hidden_out", hidden_out, "hidden", hidden);
   if (hidden) {
-    Arg("hidden", *hidden).on(first).shape({b * N, Arg::kAny}).contiguous();
+    Arg("hidden", *hidden).on(first).shape({bs * N, Arg::kAny}).contiguous();
     const int64_t width = hidden->size(1);
-    Arg("hidden_out", *hidden_out).on(first).dtype({hidden->scalar_type()}).shape({b, D, width}).contiguous();
+    Arg("hidden_out", *hidden_out).on(first).dtype({hidden->scalar_type()}).shape({bs, F, width}).contiguous();
   }
 
   CommitParams params{};
@@ -143,9 +130,9 @@ CommitParams commit_params(const Tensor& path, const Tensor& lengths, const Tens
     params.hidden_out = static_cast<char*>(hidden_out->mutable_data_ptr());
     params.hidden_bytes = hidden->size(1) * static_cast<int64_t>(hidden->element_size());
   }
-  params.b = static_cast<int32_t>(b);
-  params.rows = static_cast<int32_t>(N);
-  params.max_length = static_cast<int32_t>(D);
+  params.bs = static_cast<int32_t>(bs);
+  params.num_nodes = static_cast<int32_t>(N);
+  params.block_size = static_cast<int32_t>(F);
   return params;
 }
 

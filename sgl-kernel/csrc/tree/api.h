@@ -14,16 +14,15 @@ using OptionalTensor = std::optional<Tensor>;
 
 // Check every argument and fill the params. Throw std::invalid_argument (ValueError in Python).
 BuildParams build_params(const Tensor& candidates, const Tensor& log_probs, const OptionalTensor& log_sum,
-                         const Tensor& bonus, const OptionalTensor& budget, const OptionalTensor& prefix_lens,
-                         bool keep_spine, const Tensor& tokens, const Tensor& parents, const Tensor& depths,
-                         const Tensor& ancestors, const Tensor& first_child, const Tensor& next_sibling,
-                         const Tensor& num_rows, const OptionalTensor& positions);
+                         const Tensor& bonus, bool keep_top1_path, const Tensor& tokens, const Tensor& parents,
+                         const Tensor& depths, const Tensor& ancestors, const Tensor& first_child,
+                         const Tensor& next_sibling, const Tensor& sizes);
 AcceptParams accept_params(const Tensor& tokens, const Tensor& parents, const Tensor& target, const Tensor& path,
                            const Tensor& output, const Tensor& lengths, const Tensor& bonus);
 CommitParams commit_params(const Tensor& path, const Tensor& lengths, const Tensor& slots, const Tensor& buffers,
                            int64_t max_row_bytes, const OptionalTensor& hidden, const OptionalTensor& hidden_out);
 
-// Where an op runs; `like` names the device.
+// Run an op on the CPU or on the CUDA device of `like`.
 void run_cpu(const BuildParams& params, const Tensor& like);
 void run_cpu(const AcceptParams& params, const Tensor& like);
 void run_cpu(const CommitParams& params, const Tensor& like);
@@ -36,11 +35,11 @@ using Run = void (*)(const Params&, const Tensor&);
 
 // The ops' signatures, each written once; `run` is one of the above.
 template <Run<BuildParams> run>
-void build(Tensor candidates, Tensor log_probs, OptionalTensor log_sum, Tensor bonus, OptionalTensor budget,
-           OptionalTensor prefix_lens, bool keep_spine, Tensor tokens, Tensor parents, Tensor depths, Tensor ancestors,
-           Tensor first_child, Tensor next_sibling, Tensor num_rows, OptionalTensor positions) {
-  run(build_params(candidates, log_probs, log_sum, bonus, budget, prefix_lens, keep_spine, tokens, parents, depths,
-                   ancestors, first_child, next_sibling, num_rows, positions),
+void build(Tensor candidates, Tensor log_probs, OptionalTensor log_sum, Tensor bonus, bool keep_top1_path,
+           Tensor tokens, Tensor parents, Tensor depths, Tensor ancestors, Tensor first_child, Tensor next_sibling,
+           Tensor sizes) {
+  run(build_params(candidates, log_probs, log_sum, bonus, keep_top1_path, tokens, parents, depths, ancestors,
+                   first_child, next_sibling, sizes),
       candidates);
 }
 

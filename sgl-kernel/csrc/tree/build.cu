@@ -1,17 +1,18 @@
-// ddtree_build: one block a request. Warp 0 searches best first, a node an iteration; then all threads write the rows.
+// ddtree_build: one block per request. Warp 0 runs a best-first search that adds one node per iteration. Afterwards all
+// threads write the nodes out.
 //
-// The frontier holds one candidate for each row: the first of its children that is not a row yet. So it has at most N
-// entries and each has a home: row i's is key j = i / 32 of lane i % 32, in registers. An iteration takes the largest
-// key of the warp (two reductions: the score's bits, then the node's among equal scores). The key itself names the
-// node, so every lane knows the new row; the lanes at home for its parent and for itself replace their keys. Its cost
-// depends on N alone, not on L, K or the shape of the tree.
+// The frontier holds one candidate per node: the first of its children that is not in the tree yet. It has at most N
+// entries, and the entry of node i is key j = i / 32 of lane i % 32, in registers. An iteration takes the largest key
+// of the warp with two reductions: first the score's bits, then the node's bits among equal scores. The key itself
+// encodes the node, so every lane knows which node was added, and the lanes that hold its parent's and its own entry
+// replace them. The cost depends on N alone, not on D, K or the shape of the tree.
 //
-// One warp has nothing to hide latency behind, so an iteration is one chain of dependent instructions without a branch:
-// the table of log-probabilities has a border of -inf (a candidate after the last, a position after the last), and only
-// the keys that rows have reached are compared.
+// A single warp has nothing to hide latency behind. An iteration is therefore one branch-free chain of dependent
+// instructions: the table of log-probabilities has a border of -inf (for a rank or a depth past the last), and only the
+// keys of nodes that can exist are compared.
 //
-// Synchronization: scores and nodes in shared memory are written by lane 0 and read by the warp after __syncwarp();
-// the rest of the block waits at __syncthreads().
+// Synchronization: lane 0 writes scores and nodes to shared memory, and the warp reads them after __syncwarp(). The
+// rest of the block waits at __syncthreads().
 #include "tree/launch.h"
 #include "tree/order.h"
 
@@ -23,19 +24,19 @@ constexpr int kLanes = 32;
 constexpr unsigned kWarp = 0xffffffff;
 
 struct BuildShared {
-  float log_probs[(kMaxDepth + 1) * (kMaxCandidates + 1)];  // [L + 1, K + 1], the border -inf
-  float scores[kMaxRows];
-  uint32_t nodes[kMaxRows];                     // packed; the root's is unused
-  uint8_t children[kMaxRows * kMaxCandidates];  // row of the child of a row by rank; set where the child exists
-  int16_t first_child[kMaxRows], next_sibling[kMaxRows];
-  int num_rows;
+  float log_probs[(kMaxDepth + 1) * (kMaxCandidates + 1)];  // [D + 1, K + 1], the border is -inf
+  float scores[kMaxNodes];
+  uint32_t nodes[kMaxNodes];                     // packed; the root's is unused
+  uint8_t children[kMaxNodes * kMaxCandidates];  // [parent, rank] index of the child; set only if it exists
+  int16_t first_child[kMaxNodes], next_sibling[kMaxNodes];
+  int size;
 };
 
-// The search, by one warp. Returns the number of rows. kKeys * 32 >= N.
+// The search, run by one warp. Returns the number of nodes. Requires kKeys * 32 >= N.
 template <int kKeys>
-__device__ int search(const BuildParams& p, int budget, BuildShared& shared) {
+__device__ int search(const BuildParams& p, BuildShared& shared) {
   const int lane = threadIdx.x;
-  const int stride = p.candidates_per_position + 1;
+  const int stride = p.num_candidates + 1;
   uint64_t keys[kKeys];
 #pragma unroll
   for (int j = 0; j < kKeys; ++j) keys[j] = kNoKey;
@@ -44,137 +45,134 @@ __device__ int search(const BuildParams& p, int budget, BuildShared& shared) {
     const float score = parent_score + shared.log_probs[(node.depth - 1) * stride + node.rank];
     return is_possible(score) ? order_key(score, node) : kNoKey;
   };
-  const auto add = [&](int row, uint32_t node, float score) {
+  const auto add = [&](int index, uint32_t node, float score) {
     if (lane == 0) {
-      shared.nodes[row] = node;
-      shared.scores[row] = score;
+      shared.nodes[index] = node;
+      shared.scores[index] = score;
     }
   };
 
   add(0, 0, 0.0f);
-  int num_rows = 1;
+  int size = 1;
   float score = 0.0f;
-  const auto set_key = [&](int row, uint64_t key) {
+  const auto set_key = [&](int index, uint64_t key) {
 #pragma unroll
-    for (int j = 0; j < kKeys; ++j) keys[j] = row == j * kLanes + lane ? key : keys[j];
+    for (int j = 0; j < kKeys; ++j) keys[j] = index == j * kLanes + lane ? key : keys[j];
   };
-  if (p.keep_spine) {
-    for (; num_rows <= budget; ++num_rows) {
-      const Node node{num_rows, num_rows - 1, 0};
-      const float next = score + shared.log_probs[(num_rows - 1) * stride];
-      if (!is_possible(next)) break;  // also past the last position
+  if (p.keep_top1_path) {
+    for (; size < p.num_nodes; ++size) {
+      const Node node{size, size - 1, 0};
+      const float next = score + shared.log_probs[(size - 1) * stride];
+      if (!is_possible(next)) break;  // true past the last depth as well
       set_key(node.parent, key_of({node.depth, node.parent, 1}, score));
-      add(num_rows, node.pack(), next);
+      add(size, node.pack(), next);
       score = next;
     }
   }
-  set_key(num_rows - 1, key_of({num_rows, num_rows - 1, 0}, score));
+  set_key(size - 1, key_of({size, size - 1, 0}, score));
   __syncwarp();
 
 #pragma unroll
-  for (int last = 0; last < kKeys; ++last) {  // rows below (last + 1) * 32: keys after `last` are not in use yet
-    for (; num_rows <= budget && num_rows < (last + 1) * kLanes; ++num_rows) {
+  for (int last = 0; last < kKeys; ++last) {  // nodes below (last + 1) * 32: keys after `last` are still unused
+    for (; size < p.num_nodes && size < (last + 1) * kLanes; ++size) {
       uint64_t best = keys[0];
 #pragma unroll
       for (int j = 1; j <= last; ++j) best = keys[j] > best ? keys[j] : best;
       const auto high = static_cast<uint32_t>(best >> 32);
       const uint32_t score_bits = __reduce_max_sync(kWarp, high);
-      if (score_bits == 0) return num_rows;  // no key is left
+      if (score_bits == 0) return size;  // the frontier is empty
       const uint32_t node_bits = __reduce_max_sync(kWarp, high == score_bits ? static_cast<uint32_t>(best) : 0u);
       const Node node = Node::unpack(node_bits);
       score = ordered_value(score_bits);
       const uint64_t sibling = key_of({node.depth, node.parent, node.rank + 1}, shared.scores[node.parent]);
-      const uint64_t child = key_of({node.depth + 1, num_rows, 0}, score);
+      const uint64_t child = key_of({node.depth + 1, size, 0}, score);
 #pragma unroll
       for (int j = 0; j <= last; ++j) keys[j] = node.parent == j * kLanes + lane ? sibling : keys[j];
-      keys[last] = num_rows == last * kLanes + lane ? child : keys[last];
-      add(num_rows, node_bits, score);
+      keys[last] = size == last * kLanes + lane ? child : keys[last];
+      add(size, node_bits, score);
       __syncwarp();
     }
   }
-  return num_rows;
+  return size;
 }
 
 template <int kKeys>
 __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__ BuildParams p) {
   __shared__ BuildShared shared;
-  const int request = blockIdx.x, K = p.candidates_per_position, N = p.rows;
-  const int count = p.depth * K;
-  const float* log_probs = p.log_probs + int64_t{request} * count;
-  const float* log_sum = p.log_sum ? p.log_sum + int64_t{request} * p.depth : nullptr;
-  for (int i = threadIdx.x; i < (p.depth + 1) * (K + 1); i += kThreads) {
-    const int l = i / (K + 1), k = i % (K + 1);
+  const int request = blockIdx.x, D = p.max_depth, K = p.num_candidates, N = p.num_nodes;
+  const float* log_probs = p.log_probs + int64_t{request} * (D * K);
+  const float* log_sum = p.log_sum ? p.log_sum + int64_t{request} * D : nullptr;
+  for (int i = threadIdx.x; i < (D + 1) * (K + 1); i += kThreads) {
+    const int d = i / (K + 1), k = i % (K + 1);
     float value = -INFINITY;
-    if (l < p.depth && k < K) value = log_probs[l * K + k] - (log_sum ? log_sum[l] : 0.0f);
+    if (d < D && k < K) value = log_probs[d * K + k] - (log_sum ? log_sum[d] : 0.0f);
     shared.log_probs[i] = clamped_log_prob(value);
   }
   for (int i = threadIdx.x; i < N; i += kThreads) shared.first_child[i] = shared.next_sibling[i] = -1;
   __syncthreads();
 
   if (threadIdx.x < kLanes) {
-    const int budget = p.budget ? min(max(p.budget[request], 0), N - 1) : N - 1;
-    const int num_rows = search<kKeys>(p, budget, shared);
-    if (threadIdx.x == 0) shared.num_rows = num_rows;
+    const int size = search<kKeys>(p, shared);
+    if (threadIdx.x == 0) shared.size = size;
   }
   __syncthreads();
 
-  const int num_rows = shared.num_rows;
-  for (int row = 1 + threadIdx.x; row < num_rows; row += kThreads) {
-    const Node node = Node::unpack(shared.nodes[row]);
-    shared.children[node.parent * kMaxCandidates + node.rank] = static_cast<uint8_t>(row);
+  const int size = shared.size;
+  for (int i = 1 + threadIdx.x; i < size; i += kThreads) {
+    const Node node = Node::unpack(shared.nodes[i]);
+    shared.children[node.parent * kMaxCandidates + node.rank] = static_cast<uint8_t>(i);
   }
   __syncthreads();
-  for (int row = 1 + threadIdx.x; row < num_rows; row += kThreads) {
-    const Node node = Node::unpack(shared.nodes[row]);
+  for (int i = 1 + threadIdx.x; i < size; i += kThreads) {
+    const Node node = Node::unpack(shared.nodes[i]);
     if (node.rank == 0) {
-      shared.first_child[node.parent] = static_cast<int16_t>(row);
+      shared.first_child[node.parent] = static_cast<int16_t>(i);
     } else {
-      // Siblings become rows in the order of their ranks, so the one before is there.
-      shared.next_sibling[shared.children[node.parent * kMaxCandidates + node.rank - 1]] = static_cast<int16_t>(row);
+      // Siblings enter the tree in the order of their ranks, so the previous one is present.
+      shared.next_sibling[shared.children[node.parent * kMaxCandidates + node.rank - 1]] = static_cast<int16_t>(i);
     }
   }
   __syncthreads();
 
   const int64_t first = int64_t{request} * N;
-  for (int row = threadIdx.x; row < N; row += kThreads) {
-    const bool is_node = row > 0 && row < num_rows;
-    const Node node = is_node ? Node::unpack(shared.nodes[row]) : Node{0, -1, 0};
-    const int64_t out = first + row;
+  for (int i = threadIdx.x; i < N; i += kThreads) {
+    const bool is_candidate = i > 0 && i < size;  // not the root, not padding
+    const Node node = is_candidate ? Node::unpack(shared.nodes[i]) : Node{0, -1, 0};
+    const int64_t out = first + i;
     p.tokens[out] =
-        is_node ? p.candidates[int64_t{request} * count + (node.depth - 1) * K + node.rank] : p.bonus[request];
+        is_candidate ? p.candidates[int64_t{request} * (D * K) + (node.depth - 1) * K + node.rank] : p.bonus[request];
     p.parents[out] = node.parent;
     p.depths[out] = node.depth;
-    p.first_child[out] = shared.first_child[row];
-    p.next_sibling[out] = shared.next_sibling[row];
-    if (p.positions) p.positions[out] = p.prefix_lens[request] + node.depth;
+    p.first_child[out] = shared.first_child[i];
+    p.next_sibling[out] = shared.next_sibling[i];
 
-    uint64_t words[kMaxRows / kWordBits] = {};
+    uint64_t words[kMaxAncestorWords] = {};
     const auto mark = [&](int ancestor) {
 #pragma unroll
-      for (int w = 0; w < kMaxRows / kWordBits; ++w) {
-        words[w] |= ancestor / kWordBits == w ? uint64_t{1} << (ancestor % kWordBits) : 0;
+      for (int w = 0; w < kMaxAncestorWords; ++w) {
+        words[w] |= ancestor / kAncestorWordBits == w ? ancestor_bit(ancestor) : 0;
       }
     };
-    mark(row);
+    mark(i);
     for (int at = node.parent; at >= 0; at = at > 0 ? Node::unpack(shared.nodes[at]).parent : -1) mark(at);
 #pragma unroll
-    for (int w = 0; w < kMaxRows / kWordBits; ++w) {
+    for (int w = 0; w < kMaxAncestorWords; ++w) {
       if (w < p.words) p.ancestors[out * p.words + w] = words[w];
     }
-    for (int w = kMaxRows / kWordBits; w < p.words; ++w) p.ancestors[out * p.words + w] = 0;
+    for (int w = kMaxAncestorWords; w < p.words; ++w) p.ancestors[out * p.words + w] = 0;
   }
-  if (threadIdx.x == 0) p.num_rows[request] = num_rows;
+  if (threadIdx.x == 0) p.sizes[request] = size;
 }
 
 }  // namespace
 
 void launch_build(const BuildParams& p, cudaStream_t stream) {
-  if (p.b == 0) return;  // an empty grid is a launch error
-  const auto kernel = p.rows <= 32    ? build_kernel<1>
-                      : p.rows <= 64  ? build_kernel<2>
-                      : p.rows <= 128 ? build_kernel<4>
-                                      : build_kernel<8>;
-  kernel<<<p.b, kThreads, 0, stream>>>(p);
+  if (p.bs == 0) return;  // an empty grid is a launch error
+  const auto kernel = p.num_nodes <= 32    ? build_kernel<1>
+                      : p.num_nodes <= 64  ? build_kernel<2>
+                      : p.num_nodes <= 128 ? build_kernel<4>
+                                           : build_kernel<8>;
+  kernel<<<p.bs, kThreads, 0, stream>>>(p);
 }
 
 }  // namespace ddtree

@@ -1,9 +1,9 @@
-// ddtree_commit: block (request, chunk) moves kChunkBytes of each accepted row, in one KV buffer or in hidden.
+// ddtree_commit: block (request, chunk) moves kChunkBytes of each accepted node's row, in one KV buffer or in hidden.
 //
-// A thread owns 16 bytes (or single bytes, where a buffer is not aligned) at one offset of every row along the path, so
-// no two threads touch the same byte of a KV buffer and the order of moves is that of one thread: kBatch rows are read
-// before they are written, batches in ascending order. A batch that starts at i reads rows path[i...] >= i, and the
-// batches before wrote rows below i (params.h): no move reads what another wrote.
+// A thread owns 16 bytes (or single bytes, if a buffer is not aligned) at one offset of every row along the path. No
+// two threads touch the same byte of a KV buffer, so only the order of moves within a thread matters. A thread reads
+// kBatch rows before it writes them, and takes batches in ascending order. A batch that starts at i reads the rows of
+// nodes path[i...] >= i, while earlier batches wrote rows below i (see CommitParams). No move reads what another wrote.
 #include "tree/launch.h"
 
 namespace ddtree {
@@ -12,9 +12,9 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kChunkBytes = kThreads * 16;
 constexpr int kBatch = 8;
-constexpr int kMaxPath = kMaxRows;  // D is at most N
+constexpr int kMaxPath = kMaxNodes;  // a path visits each node at most once
 
-// Rows from[i] to to[i] for i < count, at this thread's offsets below `bytes`. `from` and `to` may be one buffer.
+// Moves row from[i] to row to[i] for i < count, at this thread's offsets in [begin, end). The two bases may be equal.
 template <typename Vector>
 __device__ void move_rows(const char* from_base, char* to_base, const int64_t* from, const int64_t* to, int count,
                           int64_t stride, int64_t begin, int64_t end) {
@@ -40,13 +40,13 @@ __global__ void __launch_bounds__(kThreads)
   const int kv_chunks = p.num_buffers * chunks_per_buffer;
   const bool is_hidden = static_cast<int>(blockIdx.y) >= kv_chunks;
   const int64_t chunk = is_hidden ? blockIdx.y - kv_chunks : blockIdx.y % chunks_per_buffer;
-  const int64_t* path = p.path + int64_t{request} * p.max_length;
-  const int64_t* slots = p.slots + int64_t{request} * p.rows;
+  const int64_t* path = p.path + int64_t{request} * p.block_size;
+  const int64_t* slots = p.slots + int64_t{request} * p.num_nodes;
 
   const char* from_base = p.hidden;
   char* to_base = p.hidden_out;
   int64_t row_bytes = p.hidden_bytes, stride = p.hidden_bytes;
-  int count = p.max_length, skip = 0;
+  int count = p.block_size, skip = 0;
   if (!is_hidden) {
     const KVBuffer buffer = p.buffers[blockIdx.y / chunks_per_buffer];
     from_base = to_base = buffer.base;
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
     count = p.lengths[request];
     if (chunk * kChunkBytes >= row_bytes) return;
   }
-  // The rows up to the first that is out of place need no move; after it, path[i] > i for all i.
+  // Rows before the first one out of place need no move. From that one on, path[i] > i.
   for (int i0 = 0; !is_hidden && i0 < count; i0 += kThreads) {
     const int i = i0 + threadIdx.x;
     const int in_place = __syncthreads_count(i < count && path[i] == i);
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kThreads)
     if (in_place < kThreads) break;
   }
   for (int i = skip + threadIdx.x; i < count; i += kThreads) {
-    from[i] = is_hidden ? int64_t{request} * p.rows + path[i] : slots[path[i]];
-    to[i] = is_hidden ? int64_t{request} * p.max_length + i : slots[i];
+    from[i] = is_hidden ? int64_t{request} * p.num_nodes + path[i] : slots[path[i]];
+    to[i] = is_hidden ? int64_t{request} * p.block_size + i : slots[i];
   }
   __syncthreads();
 
@@ -85,8 +85,8 @@ int64_t chunks_of(int64_t bytes) { return (bytes + kChunkBytes - 1) / kChunkByte
 void launch_commit(const CommitParams& p, cudaStream_t stream) {
   const int64_t per_buffer = chunks_of(p.max_row_bytes);
   const int64_t chunks = p.num_buffers * per_buffer + (p.hidden ? chunks_of(p.hidden_bytes) : 0);
-  if (p.b == 0 || chunks == 0) return;  // an empty grid is a launch error
-  const dim3 grid(p.b, static_cast<unsigned>(chunks));
+  if (p.bs == 0 || chunks == 0) return;  // an empty grid is a launch error
+  const dim3 grid(p.bs, static_cast<unsigned>(chunks));
   commit_kernel<<<grid, kThreads, 0, stream>>>(p, static_cast<int>(per_buffer));
 }
 

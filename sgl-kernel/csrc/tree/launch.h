@@ -1,4 +1,4 @@
-// Launchers of the draft-tree kernels. They allocate nothing and do not wait, so they can be captured.
+// Launchers of the draft-tree kernels. They neither allocate nor synchronize, so a graph can capture them.
 #pragma once
 
 #include <cuda_runtime_api.h>

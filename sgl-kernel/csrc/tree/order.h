@@ -1,10 +1,10 @@
-// The canonical order of a tree's nodes, on the host and on the device: the one place for the rule.
+// The canonical order of a tree's nodes, for host and device. No other file restates this rule.
 //
-// A node comes before another if its score is higher; at equal scores, if its depth is lower; then, if its parent's row
-// is lower; then, if its rank among its parent's candidates is lower. Rows are numbered in that order (after the spine,
-// if one is kept), so parents are compared by rows already given. A parent comes before its children (their scores are
-// not above its own, and they are deeper) and a sibling before the next, so best first search meets the nodes in
-// exactly this order.
+// A node precedes another if its score is higher. Ties are broken by lower depth, then by lower index of the parent,
+// then by lower rank among the parent's candidates. Nodes are numbered in this order (after the top-1 path, if that is
+// kept), so the parents being compared already have their index. A parent precedes its children, because their scores
+// are not higher and they are deeper, and a sibling precedes the next one. Best-first search therefore visits the nodes
+// in exactly this order.
 #pragma once
 
 #include <cstdint>
@@ -12,32 +12,28 @@
 
 #include "tree/params.h"
 
-#ifdef __CUDACC__
-#define DDTREE_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define DDTREE_HOST_DEVICE inline
-#endif
-
 namespace ddtree {
 
-// A node's place: its depth (1 to L), its parent's row and its rank (0 to K - 1). The first in order is the largest.
+// A node's place in the tree: its depth (1 to D), its parent's index and its rank (0 to K - 1). pack() gives larger
+// values to nodes that come earlier.
 struct Node {
   int depth, parent, rank;
 
   DDTREE_HOST_DEVICE uint32_t pack() const {
-    return static_cast<uint32_t>(kMaxDepth - depth) << 13 | static_cast<uint32_t>(kMaxRows - 1 - parent) << 5 |
+    return static_cast<uint32_t>(kMaxDepth - depth) << 13 | static_cast<uint32_t>(kMaxNodes - 1 - parent) << 5 |
            static_cast<uint32_t>(kMaxCandidates - 1 - rank);
   }
   static DDTREE_HOST_DEVICE Node unpack(uint32_t bits) {
-    return {kMaxDepth - static_cast<int>(bits >> 13), kMaxRows - 1 - static_cast<int>(bits >> 5 & 0xff),
+    return {kMaxDepth - static_cast<int>(bits >> 13), kMaxNodes - 1 - static_cast<int>(bits >> 5 & 0xff),
             kMaxCandidates - 1 - static_cast<int>(bits & 0x1f)};
   }
 };
-static_assert(kMaxRows <= 1 << 8 && kMaxCandidates <= 1 << 5, "the fields of Node::pack()");
+static_assert(kMaxNodes <= 1 << 8 && kMaxCandidates <= 1 << 5,
+              "the fields of Node::pack() must hold every index and rank");
 
-constexpr uint64_t kNoKey = 0;  // below the key of every node
+constexpr uint64_t kNoKey = 0;  // less than the key of any node
 
-// Unsigned integers in the order of floats.
+// Maps floats to unsigned integers of the same order.
 DDTREE_HOST_DEVICE uint32_t ordered_bits(float value) {
 #ifdef __CUDA_ARCH__
   const uint32_t bits = __float_as_uint(value);
@@ -59,13 +55,13 @@ DDTREE_HOST_DEVICE float ordered_value(uint32_t ordered) {
 #endif
 }
 
-// Larger means earlier. Scores are never -0: a sum that starts at +0 is not.
+// Larger keys come earlier. A score is never -0, because its sum starts at +0.
 DDTREE_HOST_DEVICE uint64_t order_key(float score, Node node) {
   return static_cast<uint64_t>(ordered_bits(score)) << 32 | node.pack();
 }
 
-// The log-probability that scores are summed from. Rounding can leave it a little above 0, which would put a child
-// before its parent; NaN counts as -inf.
+// The log-probability that enters a score. Rounding can leave the input slightly above 0, which would order a child
+// before its parent. NaN counts as -inf.
 DDTREE_HOST_DEVICE float clamped_log_prob(float log_prob) {
   if (log_prob != log_prob) return -__builtin_huge_valf();
   return log_prob < 0.0f ? log_prob : 0.0f;

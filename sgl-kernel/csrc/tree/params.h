@@ -1,84 +1,79 @@
-// Parameters of the draft-tree ops, shared by the CUDA kernels and the CPU reference.
-// No torch here or below: api.cc turns tensors into these structs.
+// Parameters of the draft-tree ops, shared by the CUDA kernels and the CPU reference. No torch here: api.cc turns
+// tensors into these structs. All tensors are contiguous. N, D, F and K: common/draft_tree.h.
 //
-// A tree has N rows: row 0 is the root, the bonus token of the step before; rows 1 to num_rows - 1 are its nodes,
-// parents before children; the rest is padding. All tensors are contiguous.
+// A tree is stored at width N. Node 0 is the root, nodes 1 to size - 1 follow with parents before children, and the
+// rest is padding.
 #pragma once
 
 #include <cstdint>
 
+#include "common/draft_tree.h"
+
 namespace ddtree {
 
-constexpr int kMaxRows = 256;       // N, the limit of the verify kernels; the budget of nodes B is N - 1
-constexpr int kMaxDepth = 32;       // L, draft positions
-constexpr int kMaxCandidates = 32;  // K, of a position
-constexpr int kWordBits = 64;       // of a word of ancestors
-
-// The best trees of a batch. With q_l the drafter's distribution at position l, a node at depth d stands for the tokens
-// of its path and has the score log q_1 + ... + log q_d (float32, summed from the root down). A tree is the budget's
-// number of prefixes that come first in the canonical order (order.h); they are closed under taking parents. Candidates
-// of probability 0 (log -inf, or NaN) are never nodes, so a tree can have fewer.
+// Builds the best tree of each request. Let q_d be the drafter's distribution for depth d. A node at depth d stands for
+// the tokens on its path, and its score is log q_1 + ... + log q_d (float32, summed from the root down). A tree takes
+// the first N - 1 nodes in the canonical order (order.h), in which a parent always precedes its children. Candidates of
+// probability 0 (log -inf, or NaN) never become nodes, so a tree can be smaller than N.
 struct BuildParams {
-  const int64_t* candidates;   // [b, L, K] tokens, distinct and best first at each position
-  const float* log_probs;      // [b, L, K] log q, or logits where log_sum is given; non-increasing at each position
-  const float* log_sum;        // [b, L] logsumexp of the logits, or nullptr
-  const int64_t* bonus;        // [b] tokens of the roots
-  const int32_t* budget;       // [b] most nodes of each tree, read on the device; nullptr: N - 1
-  const int64_t* prefix_lens;  // [b] positions of the roots; nullptr: none are wanted
+  const int64_t* candidates;  // [bs, D, K] tokens, distinct and best first at each position
+  const float* log_probs;     // [bs, D, K] log q, or logits if log_sum is given; non-increasing at each position
+  const float* log_sum;       // [bs, D] logsumexp of the logits, or nullptr
+  const int64_t* bonus;       // [bs] tokens of the roots
 
-  int64_t* tokens;        // [b, N] padding: the root's, a valid vocabulary id
-  int32_t* parents;       // [b, N] row of the parent; root and padding: -1
-  int32_t* depths;        // [b, N] root and padding: 0
-  uint64_t* ancestors;    // [b, N, words] bit j: row j is an ancestor of the row or the row itself; padding: itself
-  int32_t* first_child;   // [b, N] row, or -1. Siblings are linked best first
-  int32_t* next_sibling;  // [b, N] row, or -1
-  int32_t* num_rows;      // [b] 1 to N
-  int64_t* positions;     // [b, N] prefix_lens + depths, or nullptr
+  int64_t* tokens;        // [bs, N] padding: the root's token, which is a valid vocabulary id
+  int32_t* parents;       // [bs, N] node index of the parent; root and padding: -1
+  int32_t* depths;        // [bs, N] root and padding: 0
+  uint64_t* ancestors;    // [bs, N, words] ancestor words; padding: only its own bit
+  int32_t* first_child;   // [bs, N] node index, or -1; siblings are linked best first
+  int32_t* next_sibling;  // [bs, N] node index, or -1
+  int32_t* sizes;         // [bs] nodes of each tree: 1 to N
 
-  int32_t b, depth /* L */, candidates_per_position /* K */, rows /* N */, words;
-  // The first candidates of all depths (as many as the budget has nodes) are rows 1, 2, ...; the other nodes are the
-  // first of the rest. A path accepted along this spine lies in its final slots already.
-  bool keep_spine;
+  int32_t bs, max_depth /* D */, num_candidates /* K */, num_nodes /* N */, words;
+  // Nodes 1, 2, ... are then the top-1 path: the first candidate at every depth. The remaining nodes are the best of
+  // the others. Tokens accepted along the top-1 path are already in their final slots.
+  bool keep_top1_path;
 };
 
-// The walk from the root: at each row the target's token there is emitted; while a child of the row holds that token,
-// it is accepted (the lowest row, were there two) and the walk goes on from it.
+// Walks each tree from the root. Each visited node emits the target's token at that node. If a child holds that token,
+// the walk accepts the child and continues there; if two children hold it, the lower index wins.
 struct AcceptParams {
-  const int64_t* tokens;   // [b, N]
-  const int32_t* parents;  // [b, N]
-  const int64_t* target;   // [b, N] the target's token at each row: argmax or one sample
+  const int64_t* tokens;   // [bs, N]
+  const int32_t* parents;  // [bs, N]
+  const int64_t* target;   // [bs, N] the target's token at each node: its argmax or one sample
 
-  int64_t* path;     // [b, D] rows walked: the root, then the accepted nodes; past the length: 0
-  int64_t* output;   // [b, D] tokens emitted, target[path]; past the length: 0
-  int32_t* lengths;  // [b] accepted nodes + 1: rows walked, tokens emitted, KV rows to commit. Upstream's accept_lens
-  int64_t* bonus;    // [b] the last token emitted: the next root
+  int64_t* path;     // [bs, F] visited nodes: the root, then the accepted nodes; past the length: 0
+  int64_t* output;   // [bs, F] emitted tokens, target[path]; past the length: 0
+  int32_t* lengths;  // [bs] accept length: visited nodes, which is also the tokens emitted and KV rows to commit
+  int64_t* bonus;    // [bs] the last emitted token: the root of the next tree
 
-  int32_t b, rows /* N */, max_length /* D: the walk stops after D rows */;
+  int32_t bs, num_nodes /* N */, block_size /* F: the walk stops after F nodes */;
 };
 
-// One buffer of the KV pool: K or V of a layer, or MLA's latent rows. As three int64 in KVBuffers of the Python API.
+// One buffer of the KV pool: K or V of a layer, or MLA's latent rows. The Python API (KVBuffers) stores it as three
+// int64.
 struct KVBuffer {
   char* base;
-  int64_t row_bytes;   // of one slot
-  int64_t row_stride;  // bytes from a slot to the next
+  int64_t row_bytes;   // bytes of one slot's row
+  int64_t row_stride;  // bytes from one slot's row to the next
 };
 
-// For each request r and i < lengths[r]: slot slots[r, i] of every KV buffer takes the row of slot
-// slots[r, path[r, i]]; and row i of hidden_out takes row path[r, i] of the request's hidden rows, for all i < D.
+// For each request r and i < lengths[r], slot slots[r, i] of every KV buffer takes the row of slot
+// slots[r, path[r, i]]. For all i < F, row i of hidden_out takes the hidden row of node path[r, i].
 //
-// path[r] increases up to the length, so path[r, i] >= i: a move in place is skipped, and taking the moves in
-// ascending i never reads a row that an earlier move wrote. Slots of different requests are distinct.
+// path[r] increases up to its length, so path[r, i] >= i. A move in place is skipped, and moves in ascending i never
+// read a row that an earlier move wrote. Slots of different requests are distinct.
 struct CommitParams {
-  const int64_t* path;      // [b, D]
-  const int32_t* lengths;   // [b] 0 to D
-  const int64_t* slots;     // [b, N]
+  const int64_t* path;      // [bs, F]
+  const int32_t* lengths;   // [bs] 0 to F
+  const int64_t* slots;     // [bs, N]
   const KVBuffer* buffers;  // [num_buffers], on the device of the op
-  const char* hidden;       // [b, N, hidden_bytes] or nullptr
-  char* hidden_out;         // [b, D, hidden_bytes]
+  const char* hidden;       // [bs, N, hidden_bytes] or nullptr
+  char* hidden_out;         // [bs, F, hidden_bytes]
 
-  int64_t max_row_bytes;  // most row_bytes of a buffer
+  int64_t max_row_bytes;  // largest row_bytes of any buffer
   int64_t hidden_bytes;
-  int32_t b, rows /* N */, max_length /* D */, num_buffers;
+  int32_t bs, num_nodes /* N */, block_size /* F */, num_buffers;
 };
 
 }  // namespace ddtree

@@ -10,29 +10,32 @@
 namespace ddtree {
 namespace {
 
-// One request's search. The frontier holds, for each row, the first of its children that is not a row yet.
+// The search for one request's tree. The frontier holds, for each node, the first of its children that is not in the
+// tree yet.
 struct Search {
   const BuildParams& p;
-  std::vector<float> log_probs;  // [L, K] clamped
-  std::vector<Node> nodes;       // of the rows; the root's is unused
+  std::vector<float> log_probs;  // [D, K] clamped
+  std::vector<Node> nodes;       // the root's is unused
   std::vector<float> scores;
   std::priority_queue<uint64_t> frontier;
 
   Search(const BuildParams& params, int request) : p(params), nodes{Node{}}, scores{0.0f} {
-    const int64_t count = int64_t{p.depth} * p.candidates_per_position;
+    const int64_t count = int64_t{p.max_depth} * p.num_candidates;
     for (int64_t i = 0; i < count; ++i) {
       const float value = p.log_probs[request * count + i];
-      const float sum = p.log_sum ? p.log_sum[request * int64_t{p.depth} + i / p.candidates_per_position] : 0.0f;
+      const float sum = p.log_sum ? p.log_sum[request * int64_t{p.max_depth} + i / p.num_candidates] : 0.0f;
       log_probs.push_back(clamped_log_prob(p.log_sum ? value - sum : value));
     }
   }
 
+  int size() const { return static_cast<int>(nodes.size()); }
+
   float score(Node node) const {
-    return scores[node.parent] + log_probs[(node.depth - 1) * p.candidates_per_position + node.rank];
+    return scores[node.parent] + log_probs[(node.depth - 1) * p.num_candidates + node.rank];
   }
 
   bool exists(Node node) const {
-    return node.depth <= p.depth && node.rank < p.candidates_per_position && is_possible(score(node));
+    return node.depth <= p.max_depth && node.rank < p.num_candidates && is_possible(score(node));
   }
 
   void consider(Node node) {
@@ -44,21 +47,21 @@ struct Search {
     nodes.push_back(node);
   }
 
-  void run(int budget) {
-    if (p.keep_spine) {
-      for (int depth = 1; depth <= budget && exists({depth, depth - 1, 0}); ++depth) {
-        add({depth, depth - 1, 0});
-        consider({depth, depth - 1, 1});
+  void run() {
+    if (p.keep_top1_path) {
+      while (size() < p.num_nodes && exists({size(), size() - 1, 0})) {
+        const Node node{size(), size() - 1, 0};
+        add(node);
+        consider({node.depth, node.parent, 1});
       }
     }
-    const int last = static_cast<int>(nodes.size()) - 1;
-    consider({last + 1, last, 0});
-    while (static_cast<int>(nodes.size()) <= budget && !frontier.empty()) {
+    consider({size(), size() - 1, 0});
+    while (size() < p.num_nodes && !frontier.empty()) {
       const Node node = Node::unpack(static_cast<uint32_t>(frontier.top()));
       frontier.pop();
       add(node);
       consider({node.depth, node.parent, node.rank + 1});
-      consider({node.depth + 1, static_cast<int>(nodes.size()) - 1, 0});
+      consider({node.depth + 1, size() - 1, 0});
     }
   }
 };
@@ -71,58 +74,56 @@ void fill(T* begin, int64_t count, T value) {
 }  // namespace
 
 void reference_build(const BuildParams& p) {
-  for (int r = 0; r < p.b; ++r) {
-    const int budget = p.budget ? std::clamp(p.budget[r], 0, p.rows - 1) : p.rows - 1;
+  for (int r = 0; r < p.bs; ++r) {
     Search search(p, r);
-    search.run(budget);
-    const int num_rows = static_cast<int>(search.nodes.size());
+    search.run();
+    const int size = search.size();
 
-    const int64_t first = int64_t{r} * p.rows;
-    const int64_t* candidates = p.candidates + int64_t{r} * p.depth * p.candidates_per_position;
+    const int64_t first = int64_t{r} * p.num_nodes;
+    const int64_t* candidates = p.candidates + int64_t{r} * p.max_depth * p.num_candidates;
     int64_t* tokens = p.tokens + first;
     int32_t *parents = p.parents + first, *depths = p.depths + first;
     int32_t *first_child = p.first_child + first, *next_sibling = p.next_sibling + first;
     uint64_t* ancestors = p.ancestors + first * p.words;
-    fill(tokens, p.rows, p.bonus[r]);
-    fill(parents, p.rows, -1);
-    fill(depths, p.rows, 0);
-    fill(first_child, p.rows, -1);
-    fill(next_sibling, p.rows, -1);
-    fill(ancestors, int64_t{p.rows} * p.words, uint64_t{0});
-    p.num_rows[r] = num_rows;
+    fill(tokens, p.num_nodes, p.bonus[r]);
+    fill(parents, p.num_nodes, -1);
+    fill(depths, p.num_nodes, 0);
+    fill(first_child, p.num_nodes, -1);
+    fill(next_sibling, p.num_nodes, -1);
+    fill(ancestors, int64_t{p.num_nodes} * p.words, uint64_t{0});
+    p.sizes[r] = size;
 
-    std::vector<int> last_child(num_rows, -1);
-    for (int row = 0; row < p.rows; ++row) {
-      uint64_t* words = ancestors + int64_t{row} * p.words;
-      if (row > 0 && row < num_rows) {
-        const Node node = search.nodes[row];
-        tokens[row] = candidates[(node.depth - 1) * p.candidates_per_position + node.rank];
-        parents[row] = node.parent;
-        depths[row] = node.depth;
+    std::vector<int> last_child(size, -1);
+    for (int i = 0; i < p.num_nodes; ++i) {
+      uint64_t* words = ancestors + int64_t{i} * p.words;
+      if (i > 0 && i < size) {
+        const Node node = search.nodes[i];
+        tokens[i] = candidates[(node.depth - 1) * p.num_candidates + node.rank];
+        parents[i] = node.parent;
+        depths[i] = node.depth;
         std::copy_n(ancestors + int64_t{node.parent} * p.words, p.words, words);
-        int& before = last_child[node.parent];
-        (before < 0 ? first_child[node.parent] : next_sibling[before]) = row;
-        before = row;
+        int& previous = last_child[node.parent];
+        (previous < 0 ? first_child[node.parent] : next_sibling[previous]) = i;
+        previous = i;
       }
-      words[row / kWordBits] |= uint64_t{1} << (row % kWordBits);
-      if (p.positions) p.positions[first + row] = p.prefix_lens[r] + depths[row];
+      words[i / kAncestorWordBits] |= ancestor_bit(i);
     }
   }
 }
 
 void reference_accept(const AcceptParams& p) {
-  for (int r = 0; r < p.b; ++r) {
-    const int64_t *tokens = p.tokens + int64_t{r} * p.rows, *target = p.target + int64_t{r} * p.rows;
-    const int32_t* parents = p.parents + int64_t{r} * p.rows;
-    int64_t *path = p.path + int64_t{r} * p.max_length, *output = p.output + int64_t{r} * p.max_length;
-    fill(path, p.max_length, int64_t{0});
-    fill(output, p.max_length, int64_t{0});
+  for (int r = 0; r < p.bs; ++r) {
+    const int64_t *tokens = p.tokens + int64_t{r} * p.num_nodes, *target = p.target + int64_t{r} * p.num_nodes;
+    const int32_t* parents = p.parents + int64_t{r} * p.num_nodes;
+    int64_t *path = p.path + int64_t{r} * p.block_size, *output = p.output + int64_t{r} * p.block_size;
+    fill(path, p.block_size, int64_t{0});
+    fill(output, p.block_size, int64_t{0});
     int length = 0;
-    for (int row = 0; row < p.rows && length < p.max_length;) {
-      const int at = row;
+    for (int node = 0; node < p.num_nodes && length < p.block_size;) {
+      const int at = node;
       path[length] = at;
       output[length++] = target[at];
-      for (row = at + 1; row < p.rows && !(parents[row] == at && tokens[row] == target[at]);) ++row;
+      for (node = at + 1; node < p.num_nodes && !(parents[node] == at && tokens[node] == target[at]);) ++node;
     }
     p.lengths[r] = length;
     p.bonus[r] = output[length - 1];
@@ -130,8 +131,8 @@ void reference_accept(const AcceptParams& p) {
 }
 
 void reference_commit(const CommitParams& p) {
-  for (int r = 0; r < p.b; ++r) {
-    const int64_t *path = p.path + int64_t{r} * p.max_length, *slots = p.slots + int64_t{r} * p.rows;
+  for (int r = 0; r < p.bs; ++r) {
+    const int64_t *path = p.path + int64_t{r} * p.block_size, *slots = p.slots + int64_t{r} * p.num_nodes;
     for (int n = 0; n < p.num_buffers; ++n) {
       const KVBuffer& buffer = p.buffers[n];
       for (int i = 0; i < p.lengths[r]; ++i) {
@@ -140,9 +141,9 @@ void reference_commit(const CommitParams& p) {
                      buffer.row_bytes);
       }
     }
-    for (int i = 0; p.hidden && i < p.max_length; ++i) {
-      std::memcpy(p.hidden_out + (int64_t{r} * p.max_length + i) * p.hidden_bytes,
-                  p.hidden + (int64_t{r} * p.rows + path[i]) * p.hidden_bytes, p.hidden_bytes);
+    for (int i = 0; p.hidden && i < p.block_size; ++i) {
+      std::memcpy(p.hidden_out + (int64_t{r} * p.block_size + i) * p.hidden_bytes,
+                  p.hidden + (int64_t{r} * p.num_nodes + path[i]) * p.hidden_bytes, p.hidden_bytes);
     }
   }
 }

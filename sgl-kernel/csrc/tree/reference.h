@@ -1,4 +1,4 @@
-// The draft-tree ops on the host: what the CPU keys run, and what the kernels equal bit for bit.
+// The draft-tree ops on the host. The CPU keys run these, and the kernels match them bit for bit.
 #pragma once
 
 #include "tree/params.h"

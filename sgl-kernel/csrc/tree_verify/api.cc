@@ -11,8 +11,12 @@ namespace ddtree {
 namespace {
 
 constexpr int64_t kVectorBytes = 16;  // the kernels load q and KV rows with 16-byte cp.async
-#define DDTREE_ENTRY(size) size,
-constexpr int64_t kGqaHeadSizes[] = {DDTREE_GQA_HEAD_SIZES(DDTREE_ENTRY)};
+
+std::string gqa_head_sizes_string() {
+  std::string text;
+  for (const int size : kGqaHeadSizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return text;
+}
 
 DType dtype_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -40,25 +44,25 @@ void raise_if(const std::string& error) {
 
 void set_index_params(TreeVerifyParams& params, const Tensor& qo_indptr, const Tensor& kv_indptr,
                       const Tensor& kv_indices, const Tensor& prefix_lens, const Tensor& tree_slots,
-                      const Tensor& ancestors, int64_t max_rows) {
+                      const Tensor& ancestors, int64_t num_nodes) {
   const Arg first("qo_indptr", qo_indptr);
   first.dtype({ScalarType::Int}).dims(1).contiguous();
-  check(qo_indptr.size(0) >= 2, "qo_indptr", "shape [b + 1] with b of 1 or more", shape_string(qo_indptr));
-  const int64_t b = qo_indptr.size(0) - 1;
-  Arg("kv_indptr", kv_indptr).on(first).dtype({ScalarType::Int}).shape({b + 1}).contiguous();
+  check(qo_indptr.size(0) >= 2, "qo_indptr", "shape [bs + 1] with bs of 1 or more", shape_string(qo_indptr));
+  const int64_t bs = qo_indptr.size(0) - 1;
+  Arg("kv_indptr", kv_indptr).on(first).dtype({ScalarType::Int}).shape({bs + 1}).contiguous();
   Arg("kv_indices", kv_indices).on(first).dtype({ScalarType::Int, ScalarType::Long}).dims(1).contiguous();
-  Arg("prefix_lens", prefix_lens).on(first).dtype({ScalarType::Int}).shape({b}).contiguous();
+  Arg("prefix_lens", prefix_lens).on(first).dtype({ScalarType::Int}).shape({bs}).contiguous();
   Arg("tree_slots", tree_slots).on(first).dtype({ScalarType::Int, ScalarType::Long}).dims(1).contiguous();
   Arg("ancestors", ancestors).on(first).dtype({ScalarType::Long}).shape({tree_slots.size(0), Arg::kAny}).contiguous();
-  check(max_rows >= 1 && max_rows <= kMaxTreeRows, "max_rows", "1 to " + std::to_string(kMaxTreeRows), max_rows);
-  const int64_t words = (max_rows + kAncestorWordBits - 1) / kAncestorWordBits;
+  check(num_nodes >= 1 && num_nodes <= kMaxNodes, "num_nodes", "1 to " + std::to_string(kMaxNodes), num_nodes);
+  const int words = ancestor_words(static_cast<int>(num_nodes));
   check(ancestors.size(1) >= words, "ancestors",
-        std::to_string(words) + " words a row or more (64 nodes each) for max_rows = " + std::to_string(max_rows),
+        "at least " + std::to_string(words) + " words per node for num_nodes = " + std::to_string(num_nodes),
         "shape " + shape_string(ancestors));
 
-  params.b = static_cast<int32_t>(b);
+  params.bs = static_cast<int32_t>(bs);
   params.total_rows = static_cast<int32_t>(tree_slots.size(0));
-  params.max_rows = static_cast<int32_t>(max_rows);
+  params.num_nodes = static_cast<int32_t>(num_nodes);
   params.words = static_cast<int32_t>(ancestors.size(1));
   params.qo_indptr = qo_indptr.const_data_ptr<int32_t>();
   params.kv_indptr = kv_indptr.const_data_ptr<int32_t>();
@@ -90,12 +94,13 @@ TreeVerifyParams verify_params(const VerifyArgs& args) {
   const int64_t h_kv = k.size(1);
   int64_t d_v = kMlaVDim;
   if (args.mla) {
-    check(d_qk == kMlaQkDim, "q", "a last dimension of 576 (ckv 512, kpe 64)", "shape " + shape_string(q));
-    check(h_kv == 1, k_name, "one latent head: shape [slots, 1, 576]", shape_string(k));
+    check(d_qk == kMlaQkDim, "q", "a last dimension of " + std::to_string(kMlaQkDim) + " (ckv 512, kpe 64)",
+          "shape " + shape_string(q));
+    check(h_kv == 1, k_name, "shape [slots, 1, " + std::to_string(kMlaQkDim) + "]", shape_string(k));
   } else {
     const auto* end = std::end(kGqaHeadSizes);
-    check(std::find(std::begin(kGqaHeadSizes), end, d_qk) != end, "q", "a head size of 64, 96, 128, 192 or 256",
-          "shape " + shape_string(q));
+    check(std::find(std::begin(kGqaHeadSizes), end, d_qk) != end, "q",
+          "one of the head sizes " + gqa_head_sizes_string(), "shape " + shape_string(q));
     check(h_kv >= 1 && h_q % h_kv == 0, "q", "a multiple of the cache's " + std::to_string(h_kv) + " heads",
           std::to_string(h_q) + " heads");
     d_v = v.dim() == 3 ? v.size(2) : d_qk;
@@ -107,9 +112,9 @@ TreeVerifyParams verify_params(const VerifyArgs& args) {
         .aligned(kVectorBytes);
   }
 
-  Arg("qo_indptr", args.qo_indptr).on(q_arg);  // and the other index tensors with it
+  Arg("qo_indptr", args.qo_indptr).on(q_arg);  // the other index tensors must be on its device
   set_index_params(params, args.qo_indptr, args.kv_indptr, args.kv_indices, args.prefix_lens, args.tree_slots,
-                   args.ancestors, args.max_rows);
+                   args.ancestors, args.num_nodes);
   Arg("tree_slots", args.tree_slots).shape({total_rows});
   if (args.sinks) {
     Arg("sinks", *args.sinks).on(q_arg).dtype({ScalarType::Float}).shape({h_q}).contiguous();
@@ -174,9 +179,9 @@ std::tuple<int64_t, int64_t> verify_plan_cpu(Tensor, int64_t, int64_t, int64_t, 
 }
 
 void verify_check_cpu(Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor prefix_lens, Tensor tree_slots,
-                      Tensor ancestors, int64_t max_rows, int64_t num_slots) {
+                      Tensor ancestors, int64_t num_nodes, int64_t num_slots) {
   TreeVerifyParams params{};
-  set_index_params(params, qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors, max_rows);
+  set_index_params(params, qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors, num_nodes);
   params.num_slots = num_slots;
   raise_if(check_values(params, kv_indices.numel()));
 }

@@ -1,7 +1,7 @@
 #include "common/check.h"
 #include "common/cuda_call.h"
 #include "tree_verify/api.h"
-#include "tree_verify/launch.h"
+#include "tree_verify/dispatch.h"
 #include "tree_verify/reference.h"
 
 #include <vector>
@@ -11,7 +11,7 @@ namespace ddtree {
 void run_verify_cuda(const VerifyArgs& args) {
   const TreeVerifyParams params = verify_params(args);
   check(params.workspace_bytes >= workspace_bytes(params), "workspace",
-        std::to_string(workspace_bytes(params)) + " bytes or more (see verify_workspace)",
+        "at least " + std::to_string(workspace_bytes(params)) + " bytes (see verify_workspace)",
         std::to_string(params.workspace_bytes));
   if (params.total_rows == 0) return;
   CudaCall call(args.q);
@@ -19,11 +19,11 @@ void run_verify_cuda(const VerifyArgs& args) {
                   args.mla ? launch_mla(params, call.stream()) : launch_gqa(params, call.stream()));
 }
 
-std::tuple<int64_t, int64_t> verify_plan_cuda(Tensor like, int64_t b, int64_t max_rows, int64_t h_q, int64_t h_kv,
+std::tuple<int64_t, int64_t> verify_plan_cuda(Tensor like, int64_t bs, int64_t num_nodes, int64_t h_q, int64_t h_kv,
                                               int64_t d_qk, int64_t d_v) {
   TreeVerifyParams params{};
-  params.b = static_cast<int32_t>(b);
-  params.max_rows = static_cast<int32_t>(max_rows);
+  params.bs = static_cast<int32_t>(bs);
+  params.num_nodes = static_cast<int32_t>(num_nodes);
   params.h_q = static_cast<int32_t>(h_q);
   params.h_kv = static_cast<int32_t>(h_kv);
   params.d_qk = static_cast<int32_t>(d_qk);
@@ -34,9 +34,9 @@ std::tuple<int64_t, int64_t> verify_plan_cuda(Tensor like, int64_t b, int64_t ma
 }
 
 void verify_check_cuda(Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor prefix_lens, Tensor tree_slots,
-                       Tensor ancestors, int64_t max_rows, int64_t num_slots) {
+                       Tensor ancestors, int64_t num_nodes, int64_t num_slots) {
   TreeVerifyParams params{};
-  set_index_params(params, qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors, max_rows);
+  set_index_params(params, qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors, num_nodes);
   CudaCall call(qo_indptr);
   std::vector<std::vector<char>> copies;
   const auto on_host = [&](const Tensor& tensor) -> const void* {

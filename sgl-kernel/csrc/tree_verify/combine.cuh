@@ -1,33 +1,34 @@
-// Combine: o = sum over a request's chunks of 2^(lse_c - lse) o_c, and the sink's share of the denominator.
-// Grid: x = row of q, y = query head, z = part of the value dimensions. A block's groups of threads, four dimensions a
-// thread, take every kGroups-th chunk, then add up in a fixed order. Rows of requests with one chunk were finished by
-// the partial kernel.
+// Combine: o = sum over a request's chunks of 2^(lse_c - lse) o_c. The denominator includes the sink.
+// Grid: x = row of q, y = query head, z = part of the value dimensions. Each thread holds four dimensions. Each group
+// of threads takes every kGroups-th chunk, then the groups are added in a fixed order. Rows of requests with one chunk
+// need no combine: the partial kernel has written their output.
 #pragma once
 
-#include "../common/pdl.cuh"
-#include "epilogue.cuh"
+#include "common/pdl.cuh"
+#include "tree_verify/epilogue.cuh"
 
 namespace ddtree {
 
 constexpr int kCombineThreads = 256;
 
-// MLA has few rows and large ones: four blocks a row, so that the multiprocessors have enough loads in flight.
+// MLA has few rows, and they are large. Four blocks per row keep enough loads in flight on each multiprocessor.
 template <int kD>
 constexpr int kCombineColumns = kD > 256 ? 128 : kD;
 
 template <typename T, int kD>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ TreeVerifyParams p) {
   constexpr int kGroupThreads = kCombineColumns<kD> / 4, kGroups = kCombineThreads / kGroupThreads;
-  extern __shared__ float weights[];  // [chunks of the request], at most b * num_splits
+  extern __shared__ float weights[];  // [chunks of the request], at most bs * num_splits
   __shared__ float4 sums[kGroups][kGroupThreads];
   __shared__ float reduced[2][kCombineThreads / 32];
   const int t = blockIdx.x, head = blockIdx.y, tid = threadIdx.x, lane = tid & 31;
   const RowChunks chunks = find_row_chunks(p, t);
-  wait_for_primary();  // everything above reads inputs only; every block waits, or the op could end before its partials
+  // Everything above reads only inputs. Every block waits: otherwise the op could end before its partials.
+  wait_for_primary();
   if (chunks.request < 0 || chunks.num_chunks <= 1) return;
 
-  const int64_t first = (int64_t(chunks.first_item) * p.max_rows + chunks.row) * p.h_q + head;
-  const int64_t stride = int64_t(p.max_rows) * p.h_q;
+  const int64_t first = (int64_t(chunks.first_item) * p.num_nodes + chunks.node) * p.h_q + head;
+  const int64_t stride = int64_t(p.num_nodes) * p.h_q;
   const float* lse = partial_lse(p);
   float top = neg_inf();
   for (int c = tid; c < chunks.num_chunks; c += kCombineThreads) {
@@ -80,8 +81,8 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   if (d == 0 && p.lse) p.lse[int64_t(t) * p.h_q + head] = result.lse2 * kLn2;
 }
 
-// The same where few chunks a row are expected, whose weights every thread forms by itself. Grid: x = row of q, y =
-// group of query heads, as many as a block of d_v / 4 threads a head holds.
+// Combine for few chunks per row: each thread computes all of its row's weights itself. Grid: x = row of q, y = group
+// of query heads. A head takes d_v / 4 threads, and a block holds as many heads as fit.
 constexpr int kFewSplits = 8;
 
 template <int kD>
@@ -97,8 +98,8 @@ __global__ void __launch_bounds__(kCombineThreads) combine_few_kernel(const __gr
   if (chunks.request < 0 || chunks.num_chunks <= 1) return;
   if (threadIdx.x / kHeadThreads >= kCombineHeads<kD> || head >= p.h_q) return;
 
-  const int64_t first = (int64_t(chunks.first_item) * p.max_rows + chunks.row) * p.h_q + head;
-  const int64_t stride = int64_t(p.max_rows) * p.h_q;
+  const int64_t first = (int64_t(chunks.first_item) * p.num_nodes + chunks.node) * p.h_q + head;
+  const int64_t stride = int64_t(p.num_nodes) * p.h_q;
   const float* lse = partial_lse(p) + first;
   const float* partial = static_cast<const float*>(p.workspace) + first * kD + d;
   float top = neg_inf();

@@ -1,13 +1,13 @@
-// Where a packed row of a partial kernel ends up: the output itself when its request has one chunk, else the workspace.
+// Writes the packed rows of a partial kernel: to the output if the request has one chunk, otherwise to the workspace.
 #pragma once
 
-#include "tile_scheduler.cuh"
-#include "../common/mma_sm80.cuh"
+#include "tree_verify/tile_scheduler.cuh"
+#include "common/mma_sm80.cuh"
 
 namespace ddtree {
 
 __device__ __forceinline__ float* partial_lse(const TreeVerifyParams& p) {
-  return static_cast<float*>(p.workspace) + int64_t(p.b) * p.num_splits * p.max_rows * p.h_q * p.d_v;
+  return static_cast<float*>(p.workspace) + int64_t(p.bs) * p.num_splits * p.num_nodes * p.h_q * p.d_v;
 }
 
 __device__ __forceinline__ float sink_logit2(const TreeVerifyParams& p, int head) {
@@ -16,34 +16,34 @@ __device__ __forceinline__ float sink_logit2(const TreeVerifyParams& p, int head
 
 __device__ __forceinline__ float load_scale(const float* scale) { return scale ? *scale : 1.f; }
 
-// One packed row m = row * heads + head of a KV head, in the registers of the lanes that share it.
+// One packed row m = node * heads + head of a KV head, in the registers of the lanes that share it.
 template <typename T>
 struct RowWriter {
-  T* out;          // nullptr: no such row, or a partial
-  float* partial;  // nullptr: no such row, or final
+  T* out;          // nullptr: the row does not exist, or is a partial result
+  float* partial;  // nullptr: the row does not exist, or is final
   float scale;
 
-  // `leader`: the one lane that writes the LSE.
+  // `leader` is true for the one lane that writes the LSE.
   __device__ __forceinline__ RowWriter(const TreeVerifyParams& p, const WorkItem& w, int item, int kv_head, int m,
                                        float row_max, float row_sum, bool leader)
       : out(nullptr), partial(nullptr), scale(0.f) {
-    const int heads = p.h_q / p.h_kv, row = m / heads, head = kv_head * heads + m % heads;
-    if (row >= w.request.rows) return;
+    const int heads = p.h_q / p.h_kv, node = m / heads, head = kv_head * heads + m % heads;
+    if (node >= w.request.num_nodes) return;
     const bool last = w.num_chunks == 1;
     const RowResult r = finish_row(row_max, row_sum, last ? sink_logit2(p, head) : neg_inf());
     scale = r.scale * load_scale(p.v_scale);
     if (last) {
-      const int64_t t = w.request.row0 + row;
+      const int64_t t = w.request.row0 + node;
       out = static_cast<T*>(p.o) + t * p.o_stride_t + head * p.o_stride_h;
       if (leader && p.lse) p.lse[t * p.h_q + head] = r.lse2 * kLn2;
     } else {
-      const int64_t at = (int64_t(item) * p.max_rows + row) * p.h_q + head;
+      const int64_t at = (int64_t(item) * p.num_nodes + node) * p.h_q + head;
       partial = static_cast<float*>(p.workspace) + at * p.d_v;
       if (leader) partial_lse(p)[at] = r.lse2;
     }
   }
 
-  // Dimensions d + 8 j, d + 8 j + 1 from acc[4 j + first], acc[4 j + first + 1], for every j < kCount.
+  // Writes dimensions d + 8 j and d + 8 j + 1 from acc[4 j + first] and acc[4 j + first + 1], for every j < kCount.
   template <int kCount, int kSize>
   __device__ __forceinline__ void store_all(int d, const float (&acc)[kSize], int first) const {
     if (out) {

@@ -1,59 +1,59 @@
-// Tree-verify attention of one chunk of a request's KV, for one KV head and one M tile of packed rows.
+// Tree-verify attention over one chunk of a request's KV, for one KV head and one M tile of packed rows.
 //
-// Grid: x = KV head * M tiles + M tile, y = work item (see tile_scheduler.cuh). Packed row m = tree row * heads + head
-// for the `heads` query heads that share the KV head, so KV is read once a KV head and M tile.
-// Pipeline: Q lives in registers; K and V tiles of kTileN tokens pass through a ring of kStages stages filled by
-// cp.async, gathered by slot. fp8 stages are converted to one 16-bit tile by the threads that copied the bytes.
-// Synchronization: cp.async.wait_group makes a thread's own copies visible to it, the barrier after it to the block.
-// The same barrier proves that every warp is done with the previous tile, so the stage refilled right after it (and the
-// converted tile) is free.
+// Grid: x = KV head * M tiles + M tile, y = work item (see tile_scheduler.cuh). Packed row m = node * heads + head for
+// the `heads` query heads that share the KV head, so each KV head and M tile reads the KV once.
+// Pipeline: Q stays in registers. K and V tiles of kTileN tokens pass through a ring of kStages stages, which cp.async
+// fills by gathering slots. The threads that copied an fp8 stage convert it to a single 16-bit tile.
+// Synchronization: cp.async.wait_group makes a thread's own copies visible to it, and the barrier that follows makes
+// them visible to the block. The same barrier shows that every warp has finished the previous tile. The stage that is
+// refilled right after it, and the converted tile, are therefore free.
 #pragma once
 
-#include "../common/cp_async.cuh"
-#include "../common/fp8.cuh"
-#include "../common/mma_sm80.cuh"
-#include "../common/pdl.cuh"
-#include "../common/softmax.cuh"
-#include "epilogue.cuh"
-#include "traits.h"
-#include "tree_mask.cuh"
+#include "common/cp_async.cuh"
+#include "common/fp8.cuh"
+#include "common/mma_sm80.cuh"
+#include "common/pdl.cuh"
+#include "common/softmax.cuh"
+#include "tree_verify/epilogue.cuh"
+#include "tree_verify/traits.h"
+#include "tree_verify/tree_mask.cuh"
 
 namespace ddtree {
 
-// Queues the copies of this warp's tokens of one K/V tile. Lane i < kRowsPerWarp holds the slot of the warp's token i,
-// -1 past the end. `k`, `v`: the KV head in slot 0.
+// Queues the copies of this warp's tokens of one K/V tile. Lane i < kTokensPerWarp holds the slot of the warp's token
+// i, or -1 past the end. `k` and `v` point to the KV head in slot 0.
 template <typename Traits>
 __device__ __forceinline__ void gqa_load_tile(const char* k, const char* v, uint32_t k_stride, uint32_t v_stride,
                                               uint32_t stage, int slot) {
-  constexpr int kChunks = Traits::kD * (Traits::kFp8 ? 1 : 2) / 16;  // of 16 bytes, a token
-  constexpr int kItems = Traits::kRowsPerWarp * kChunks;
+  constexpr int kChunks = Traits::kD * (Traits::kFp8 ? 1 : 2) / 16;  // 16-byte chunks per token
+  constexpr int kItems = Traits::kTokensPerWarp * kChunks;
   constexpr int kPitch = Traits::kFp8 ? Traits::kD : Traits::kPitch;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  constexpr int kUnroll = kItems > 8 * 32 || Traits::kD == 256 ? 4 : 8;  // for want of registers
+  constexpr int kUnroll = kItems > 8 * 32 || Traits::kD == 256 ? 4 : 8;  // more would exceed the registers
 #pragma unroll kUnroll
   for (int i = 0; i < (kItems + 31) / 32; ++i) {
-    const int at = i * 32 + lane, row = at / kChunks, chunk = at % kChunks;
-    const int s = __shfl_sync(0xffffffff, slot, row);
+    const int at = i * 32 + lane, token = at / kChunks, chunk = at % kChunks;
+    const int s = __shfl_sync(0xffffffff, slot, token);
     if (kItems % 32 == 0 || at < kItems) {
       const bool valid = s >= 0;
       const uint64_t from = max(s, 0);
-      const uint32_t to = stage + (warp * Traits::kRowsPerWarp + row) * kPitch + chunk * 16;
+      const uint32_t to = stage + (warp * Traits::kTokensPerWarp + token) * kPitch + chunk * 16;
       cp_async_16(to, k + from * k_stride + chunk * 16, valid);
       cp_async_16(to + Traits::kTileN * kPitch, v + from * v_stride + chunk * 16, valid);
     }
   }
 }
 
-// Converts the chunks that this thread copied itself (same mapping as gqa_load_tile).
+// Converts the chunks that this thread itself copied (the mapping is that of gqa_load_tile).
 template <typename Traits>
 __device__ __forceinline__ void gqa_convert_tile(const char* stage, char* tile) {
-  constexpr int kChunks = Traits::kD / 16, kItems = Traits::kRowsPerWarp * kChunks;
+  constexpr int kChunks = Traits::kD / 16, kItems = Traits::kTokensPerWarp * kChunks;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-#pragma unroll 2  // more would need registers that the accumulators hold
+#pragma unroll 2  // the accumulators leave no registers for more
     for (int i = 0; i < (kItems + 31) / 32; ++i) {
-      const int at = i * 32 + lane, row = half * Traits::kTileN + warp * Traits::kRowsPerWarp + at / kChunks;
+      const int at = i * 32 + lane, row = half * Traits::kTileN + warp * Traits::kTokensPerWarp + at / kChunks;
       const int chunk = at % kChunks;
       if (kItems % 32 == 0 || at < kItems) {
         uint4 lo, hi;
@@ -73,34 +73,36 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   using Mma = typename Traits::Mma;
   constexpr int kD = Traits::kD, kFragsM = Traits::kFragsM, kFragsN = Traits::kWarpTokens / 8;
   constexpr int kStages = Traits::kStages, kTileN = Traits::kTileN, kPitch = Traits::kPitch;
+  using Pipeline = typename Traits::Pipeline;
   extern __shared__ __align__(16) char smem[];
+  auto& storage = *reinterpret_cast<typename Traits::Storage*>(smem);
+  Pipeline& pipeline = storage.pipeline;
 
   const int heads = p.h_q / p.h_kv, m_tiles = gridDim.x / p.h_kv;
   const int kv_head = blockIdx.x / m_tiles, m_tile = blockIdx.x % m_tiles;
   const WorkItem work = find_work(p, blockIdx.y);
   allow_dependents();
   const int m0 = m_tile * Traits::kTileM;
-  if (work.index < 0 || m0 >= work.request.rows * heads) return;
+  if (work.index < 0 || m0 >= work.request.num_nodes * heads) return;
   const Request& request = work.request;
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int warp_m = warp % Traits::kWarpsM, warp_n = warp / Traits::kWarpsM;
   const int tiles = ceil_div(work.end - work.begin, kTileN);
-  const uint32_t smem_base = pinned_smem_address(smem),
-                 stages = smem_base + Traits::kFixedBytes;  // Q, fp8's tile, stages
+  const uint32_t smem_base = pinned_smem_address(smem), stages = smem_base + offsetof(Pipeline, stages);
 
   constexpr int kBytes = Traits::kFp8 ? 1 : 2;
   const char* k_head = static_cast<const char*>(p.k_cache) + kv_head * p.k_stride_h * kBytes;
   const char* v_head = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_h * kBytes;
   auto load_slot = [&](int tile) {
-    const int token = work.begin + tile * kTileN + warp * Traits::kRowsPerWarp + lane;
-    return lane < Traits::kRowsPerWarp && token < work.end ? token_slot(p, request, request.kv_start, token) : -1;
+    const int token = work.begin + tile * kTileN + warp * Traits::kTokensPerWarp + lane;
+    return lane < Traits::kTokensPerWarp && token < work.end ? token_slot(p, request, request.kv_start, token) : -1;
   };
   auto load_tile = [&](int stage, int slot) {
     gqa_load_tile<Traits>(k_head, v_head, uint32_t(p.k_stride_slot * kBytes), uint32_t(p.v_stride_slot * kBytes),
                           stages + stage * Traits::kStageBytes, slot);
   };
-  int first_slots[kStages];  // all at once: each is a load that a tile's copies wait for
+  int first_slots[kStages];  // loaded together, because the copies of each tile wait for its slots
 #pragma unroll
   for (int s = 0; s < kStages; ++s) first_slots[s] = load_slot(s);
 #pragma unroll
@@ -110,16 +112,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   }
   int next_slot = first_slots[kStages - 1];
 
-  // Q, zero for rows that do not exist: fragments in registers, or rows in shared memory that the loop's first barrier
-  // publishes.
+  // Q is zero for rows that do not exist. It is held as fragments in registers, or as rows in shared memory that the
+  // loop's first barrier publishes.
   const int warp_row0 = m0 + warp_m * kFragsM * 16;
   auto q_row = [&](int m) {
     return static_cast<const T*>(p.q) + (request.row0 + int64_t(m / heads)) * p.q_stride_t +
            (kv_head * heads + m % heads) * p.q_stride_h;
   };
-  const int m_end = request.rows * heads;
+  const int m_end = request.num_nodes * heads;
   uint32_t q_frag[kFragsM][Traits::kQShared ? 1 : kD / 16][4];
-  float q_unscale[kFragsM][2];  // kScaleQ: what takes a row's q.k back
+  float q_unscale[kFragsM][2];  // kScaleQ: factor that undoes the scaling of a row's q.k
   if constexpr (Traits::kQShared) {
     constexpr int kChunks = kD / 8;
     for (int i = threadIdx.x; i < Traits::kTileM * kChunks; i += Traits::kThreads) {
@@ -134,9 +136,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         const float scale = range_scale(top);
         value.x = bf16x2_to_half2(value.x, scale), value.y = bf16x2_to_half2(value.y, scale);
         value.z = bf16x2_to_half2(value.z, scale), value.w = bf16x2_to_half2(value.w, scale);
-        if (chunk == 0) reinterpret_cast<float*>(smem + Traits::kTileM * kPitch)[m] = 1.f / scale;
+        if (chunk == 0) pipeline.q_unscale[m] = 1.f / scale;
       }
-      *reinterpret_cast<uint4*>(smem + m * kPitch + chunk * 16) = value;
+      *reinterpret_cast<uint4*>(pipeline.q + m * kPitch + chunk * 16) = value;
     }
   } else {
 #pragma unroll
@@ -179,18 +181,18 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     for (int d = 0; d < kD / 8; ++d) o[f][d][0] = o[f][d][1] = o[f][d][2] = o[f][d][3] = 0.f;
   }
 
-  // ldmatrix addresses of this lane: K rows are the n of B; V is transposed, its rows are the k of B.
+  // ldmatrix addresses of this lane. Rows of K are the n of B. V is transposed: its rows are the k of B.
   const uint32_t k_lane = (warp_n * Traits::kWarpTokens + (lane & 7) + (lane >> 4) * 8) * kPitch + (lane >> 3 & 1) * 16;
   const uint32_t v_lane =
       (kTileN + warp_n * Traits::kWarpTokens + (lane & 7) + (lane >> 3 & 1) * 8) * kPitch + (lane >> 4) * 16;
-  // A warp without rows only loads. Not at head size 256 in 16 bits: no register for it on sm_120.
+  // A warp without rows only loads. At head size 256 in 16 bits, sm_120 has no register left for this flag.
   const bool idle = (kD < 256 || Traits::kFp8) && warp_row0 >= m_end;
 
   for (int j = 0; j < tiles; ++j) {
     cp_async_wait<kStages - 2>();
     __syncthreads();
     if constexpr (Traits::kFp8) {
-      gqa_convert_tile<Traits>(smem + Traits::kFixedBytes + j % kStages * Traits::kStageBytes, smem + Traits::kQBytes);
+      gqa_convert_tile<Traits>(pipeline.stages + j % kStages * Traits::kStageBytes, pipeline.tile);
       __syncthreads();
     }
     if (Traits::kQShared && Traits::kScaleQ && j == 0) {
@@ -198,8 +200,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       for (int f = 0; f < kFragsM; ++f) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          q_unscale[f][half] = reinterpret_cast<const float*>(
-              smem + Traits::kTileM * kPitch)[warp_m * kFragsM * 16 + f * 16 + half * 8 + lane / 4];
+          q_unscale[f][half] = pipeline.q_unscale[warp_m * kFragsM * 16 + f * 16 + half * 8 + lane / 4];
       }
     }
     if (j + kStages - 1 < tiles) load_tile((j + kStages - 1) % kStages, next_slot);
@@ -207,12 +208,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     next_slot = load_slot(j + kStages);
     if (idle) continue;
 
-    // A lane a row; before S is live, since the mask needs registers too.
+    // One row per lane. Computed before S is live, because the mask needs registers too.
     const int token0 = work.begin + j * kTileN + warp_n * Traits::kWarpTokens;
     const bool masked = needs_mask(request, p.sliding_window, token0, Traits::kWarpTokens);
     const uint32_t row_mask = masked ? tree_mask(p, request, (warp_row0 + lane) / heads, token0) : 0;
 
-    const uint32_t tile = Traits::kFp8 ? smem_base + Traits::kQBytes : stages + j % kStages * Traits::kStageBytes;
+    const uint32_t tile =
+        Traits::kFp8 ? smem_base + offsetof(Pipeline, tile) : stages + j % kStages * Traits::kStageBytes;
     float s[kFragsM][kFragsN][4] = {};
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) {
@@ -335,30 +337,29 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   } else {
     // Merge the warps' accumulators, each relative to its own maximum, in a fixed order.
     constexpr int kWarpsN = Traits::kWarpsN;
-    float* maxima = reinterpret_cast<float*>(smem);  // [kWarpsN, 16]
-    float* sums = maxima + kWarpsN * 16;             // [kWarpsN, 16]
-    float* outputs = sums + kWarpsN * 16;            // [kWarpsN, 16, kD]
+    typename Traits::Merge& merge = storage.merge;
     cp_async_wait<0>();
-    __syncthreads();  // the ring is dead from here on
+    __syncthreads();  // the pipeline is done: its memory holds `merge` from here on
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = half * 8 + lane / 4;
-      if (lane % 4 == 0) maxima[warp_n * 16 + row] = row_max[0][half], sums[warp_n * 16 + row] = row_sum[0][half];
+      if (lane % 4 == 0)
+        merge.maxima[warp_n * 16 + row] = row_max[0][half], merge.sums[warp_n * 16 + row] = row_sum[0][half];
 #pragma unroll
       for (int d = 0; d < kD / 8; ++d)
-        *reinterpret_cast<float2*>(outputs + (warp_n * 16 + row) * kD + d * 8 + lane % 4 * 2) =
+        *reinterpret_cast<float2*>(merge.outputs + (warp_n * 16 + row) * kD + d * 8 + lane % 4 * 2) =
             make_float2(o[0][d][half * 2], o[0][d][half * 2 + 1]);
     }
     __syncthreads();
-    // A quad a row as before: 8 rows a warp and pass.
+    // One row per quad, as before: 8 rows per warp and pass.
     for (int row = warp * 8 + lane / 4; row < 16; row += Traits::kWarps * 8) {
       float top = neg_inf(), sum = 0.f, weight[kWarpsN];
 #pragma unroll
-      for (int w = 0; w < kWarpsN; ++w) top = fmaxf(top, maxima[w * 16 + row]);
+      for (int w = 0; w < kWarpsN; ++w) top = fmaxf(top, merge.maxima[w * 16 + row]);
 #pragma unroll
       for (int w = 0; w < kWarpsN; ++w) {
-        weight[w] = top == neg_inf() ? 0.f : fast_exp2(maxima[w * 16 + row] - top);
-        sum += weight[w] * sums[w * 16 + row];
+        weight[w] = top == neg_inf() ? 0.f : fast_exp2(merge.maxima[w * 16 + row] - top);
+        sum += weight[w] * merge.sums[w * 16 + row];
       }
       const RowWriter<T> writer(p, work, blockIdx.y, kv_head, m0 + row, top, sum, lane % 4 == 0);
 #pragma unroll 2
@@ -366,7 +367,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         float2 total = make_float2(0.f, 0.f);
 #pragma unroll
         for (int w = 0; w < kWarpsN; ++w) {
-          const float2 part = *reinterpret_cast<const float2*>(outputs + (w * 16 + row) * kD + d);
+          const float2 part = *reinterpret_cast<const float2*>(merge.outputs + (w * 16 + row) * kD + d);
           total.x += weight[w] * part.x, total.y += weight[w] * part.y;
         }
         writer.store2(d, total.x, total.y);

@@ -1,31 +1,33 @@
-// Tree-verify attention over MLA latents: 576 dimensions for S, the first 512 of the same bytes for O.
+// Tree-verify attention over MLA latents: S uses all 576 dimensions, O the first 512 of the same bytes.
 //
-// Grid: x = M tile of 64 packed rows m = tree row * h_q + head, y = work item (see tile_scheduler.cuh). One block fills
-// the multiprocessor's registers: the 64 x 512 fp32 accumulator takes half of them and Q another quarter (its last
-// fragments lie in shared memory, each thread its own), which leaves shared memory to the latents. What limits this
-// kernel is shared-memory bandwidth, so the warps are laid out twice:
-//   S: warp w sums rows 16 (w % 4) .. + 16 over half w / 4 of the dimensions; the two halves are exchanged through
-//      shared memory, both warps of the pair then hold the same S and each turns 16 of the 32 tokens into P.
-//   O: warp w owns value dimensions 64 w .. + 64 of all 64 rows, so that V is read from shared memory once.
-// The running maximum is raised only when a tile exceeds it by more than 2^8 (P stays below 2^8, in range for fp16):
-// the accumulators are then rarely rescaled. Synchronization, a tile: (1) wait for own copies, barrier: the tile is
-// visible, and every warp is done with the O of the previous one, so its buffer, P and the rescale factors are free.
-// (2) a barrier of the two warps of a pair between writing and reading the exchange; its next write comes after barrier
-// (3). (3) barrier: P is complete. fp8: a barrier before (1) frees the 16-bit tile, then each thread converts the bytes
-// that it copied itself.
+// Grid: x = M tile of 64 packed rows m = node * h_q + head, y = work item (see tile_scheduler.cuh). One block fills the
+// multiprocessor's registers: the 64 x 512 fp32 accumulator takes half of them and Q another quarter. (Each thread
+// keeps its last Q fragments in shared memory.) That leaves shared memory to the latents. Shared-memory bandwidth
+// limits this kernel, so the two products use different warp layouts:
+//   S: warp w sums rows 16 (w % 4) .. + 16 over half w / 4 of the dimensions. The pair of warps exchanges its halves
+//      through shared memory. Both then hold the same S, and each turns 16 of the 32 tokens into P.
+//   O: warp w owns value dimensions 64 w .. + 64 of all 64 rows, so V is read from shared memory once.
+// The running maximum is raised only if a tile exceeds it by more than 2^8. P stays below 2^8, in range for fp16, and
+// the accumulators are rarely rescaled.
+// Synchronization per tile:
+//   (1) Each thread waits for its own copies, then a barrier. The tile is visible, and every warp has finished the O of
+//       the previous tile, so that tile's buffer, P and the rescale factors are free.
+//   (2) A barrier of the two warps of a pair, between writing and reading the exchange. Its next write comes after (3).
+//   (3) A barrier: P is complete.
+// With fp8, a barrier before (1) frees the 16-bit tile, and each thread converts the bytes that it copied.
 #pragma once
 
-#include "../common/cp_async.cuh"
-#include "../common/fp8.cuh"
-#include "../common/mma_sm80.cuh"
-#include "../common/softmax.cuh"
-#include "epilogue.cuh"
-#include "traits.h"
-#include "tree_mask.cuh"
+#include "common/cp_async.cuh"
+#include "common/fp8.cuh"
+#include "common/mma_sm80.cuh"
+#include "common/softmax.cuh"
+#include "tree_verify/epilogue.cuh"
+#include "tree_verify/traits.h"
+#include "tree_verify/tree_mask.cuh"
 
 namespace ddtree {
 
-// Eight threads a token; slot < 0: zeros.
+// Eight threads per token. A negative slot loads zeros.
 template <typename Traits>
 __device__ __forceinline__ void mla_load_tile(const TreeVerifyParams& p, uint32_t stage, int slot) {
   constexpr int kBytes = Traits::kFp8 ? 1 : 2, kChunks = kMlaQkDim * kBytes / 16;
@@ -43,7 +45,7 @@ template <typename Traits>
 __device__ __forceinline__ void mla_convert_tile(const char* stage, char* tile) {
   constexpr int kChunks = kMlaQkDim / 16;
   const int row = threadIdx.x / 8, part = threadIdx.x % 8;
-#pragma unroll 1  // conversion needs registers that the accumulators hold
+#pragma unroll 1  // the accumulators leave no registers for more
   for (int i = 0; i < (kChunks + 7) / 8; ++i) {
     if (i * 8 + part < kChunks) {
       uint4 lo, hi;
@@ -61,28 +63,26 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
   constexpr int kPitch = Traits::kPitch, kTileN = Traits::kTileN, kSteps = Traits::kSteps;
   constexpr int kStepsRegisters = kSteps - Traits::kStepsShared;
   constexpr int kFragsV = Traits::kWarpV / 8;
+  using Storage = typename Traits::Storage;
   extern __shared__ __align__(16) char smem[];
-  char* const fp8_stage = smem + Traits::kTileBytes;                               // fp8 only
-  float4* const exchange = reinterpret_cast<float4*>(smem + Traits::kPipeBytes);   // [warp, 4, lane]
-  char* const probs = smem + Traits::kPipeBytes + Traits::kExchangeBytes;          // [kTileM, kPitchP bytes]
-  float* const rescale = reinterpret_cast<float*>(smem + Traits::kRescaleOffset);  // [kTileM]
-  int* const rescale_any = reinterpret_cast<int*>(rescale + Traits::kTileM);       // [4], a group of 16 rows
+  Storage& storage = *reinterpret_cast<Storage*>(smem);
+  float4* const exchange = reinterpret_cast<float4*>(storage.exchange);
 
-  __shared__ WorkItem work;  // in shared memory: the main loop has no registers to spare
+  __shared__ WorkItem work;  // in shared memory, because the main loop has no registers to spare
   if (threadIdx.x < 32) {
     const WorkItem found = find_work(p, blockIdx.y);
     if (threadIdx.x == 0) work = found;
   }
   __syncthreads();
   const int m0 = blockIdx.x * Traits::kTileM;
-  if (work.index < 0 || m0 >= work.request.rows * p.h_q) return;
+  if (work.index < 0 || m0 >= work.request.num_nodes * p.h_q) return;
   const Request& request = work.request;
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int group = warp & 3, half_k = warp >> 2;  // rows 16 * group, dimensions 288 * half_k
   const int tiles = ceil_div(work.end - work.begin, kTileN);
   const uint32_t smem_base = smem_address(smem);
-  const uint32_t stages = smem_base + (Traits::kFp8 ? Traits::kTileBytes : 0);
+  const uint32_t stages = smem_base + offsetof(Storage, stages);
 
   auto load_slot = [&](int tile) {
     const int token = work.begin + tile * kTileN + int(threadIdx.x / 8);
@@ -93,14 +93,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
   int next_slot = load_slot(1);
 
   uint32_t q_frag[kStepsRegisters][4];
-  uint4* const q_shared = reinterpret_cast<uint4*>(smem + Traits::kQOffset) + threadIdx.x;
+  uint4* const q_shared = reinterpret_cast<uint4*>(storage.q) + threadIdx.x;
   {
     uint32_t all[kSteps][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int m = m0 + group * 16 + half * 8 + lane / 4, row = m / p.h_q;
-      const bool exists = row < request.rows;
-      const T* q = static_cast<const T*>(p.q) + (request.row0 + int64_t(row)) * p.q_stride_t +
+      const int m = m0 + group * 16 + half * 8 + lane / 4, node = m / p.h_q;
+      const bool exists = node < request.num_nodes;
+      const T* q = static_cast<const T*>(p.q) + (request.row0 + int64_t(node)) * p.q_stride_t +
                    m % p.h_q * p.q_stride_h + half_k * Traits::kHalf + lane % 4 * 2;
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -129,13 +129,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
 
   const uint32_t k_lane = ((lane & 7) + (lane >> 4) * 8) * kPitch + half_k * Traits::kHalf * 2 + (lane >> 3 & 1) * 16;
   const uint32_t v_lane = ((lane & 7) + (lane >> 3 & 1) * 8) * kPitch + warp * Traits::kWarpV * 2 + (lane >> 4) * 16;
-  const uint32_t p_lane = smem_address(probs) + (lane & 15) * Traits::kPitchP + (lane >> 4) * 16;
+  const uint32_t p_lane = smem_address(storage.probs) + (lane & 15) * Traits::kPitchP + (lane >> 4) * 16;
 
   for (int j = 0; j < tiles; ++j) {
     cp_async_wait<0>();
     if constexpr (Traits::kFp8) {
       __syncthreads();
-      mla_convert_tile<Traits>(fp8_stage, smem);
+      mla_convert_tile<Traits>(storage.stages, storage.tile);
     }
     __syncthreads();
     if (j + 1 < tiles)
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
     cp_async_commit();
     next_slot = load_slot(j + 2);
 
-    // A lane a row; before S is live, since the mask needs registers too.
+    // One row per lane. Computed before S is live, because the mask needs registers too.
     const int token0 = work.begin + j * kTileN;
     const bool masked = needs_mask(request, p.sliding_window, token0, kTileN);
     const uint32_t row_mask = masked ? tree_mask(p, request, (m0 + group * 16 + (lane & 15)) / p.h_q, token0) : 0;
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
       }
     }
 
-    // Sum of the two halves of the dimensions. Addition commutes, so both warps of the pair get the same bits.
+    // Add the two halves of the dimensions. Addition commutes, so both warps of the pair get the same bits.
 #pragma unroll
     for (int n = 0; n < 4; ++n) exchange[(warp * 4 + n) * 32 + lane] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
     asm volatile("bar.sync %0, 64;" ::"r"(1 + group) : "memory");
@@ -211,25 +211,25 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
           prob[n][e] = fast_exp2((half_k ? s[n + 2][half * 2 + e] : s[n][half * 2 + e]) - base);
           sum += prob[n][e];
         }
-        *reinterpret_cast<uint32_t*>(probs + (group * 16 + half * 8 + lane / 4) * Traits::kPitchP + half_k * 32 +
-                                     n * 16 + lane % 4 * 4) = pack2<T>(prob[n][0], prob[n][1]);
+        *reinterpret_cast<uint32_t*>(storage.probs + (group * 16 + half * 8 + lane / 4) * Traits::kPitchP +
+                                     half_k * 32 + n * 16 + lane % 4 * 4) = pack2<T>(prob[n][0], prob[n][1]);
       }
       row_sum[half] = row_sum[half] * shrink[half] + sum;
     }
     const bool any = __any_sync(0xffffffff, shrink[0] != 1.f || shrink[1] != 1.f);
     if (half_k == 0) {
       if (lane % 4 == 0) {
-        rescale[group * 16 + lane / 4] = shrink[0];
-        rescale[group * 16 + 8 + lane / 4] = shrink[1];
+        storage.rescale[group * 16 + lane / 4] = shrink[0];
+        storage.rescale[group * 16 + 8 + lane / 4] = shrink[1];
       }
-      if (lane == 0) rescale_any[group] = any;
+      if (lane == 0) storage.rescale_any[group] = any;
     }
     __syncthreads();
 
 #pragma unroll
     for (int f = 0; f < 4; ++f) {
-      if (rescale_any[f]) {
-        const float low = rescale[f * 16 + lane / 4], high = rescale[f * 16 + 8 + lane / 4];
+      if (storage.rescale_any[f]) {
+        const float low = storage.rescale[f * 16 + lane / 4], high = storage.rescale[f * 16 + 8 + lane / 4];
 #pragma unroll
         for (int d = 0; d < kFragsV; ++d) o[f][d][0] *= low, o[f][d][1] *= low, o[f][d][2] *= high, o[f][d][3] *= high;
       }
@@ -252,16 +252,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
     }
   }
 
-  // The two warps of a pair summed different tokens; the warps that own the value dimensions need every row's result.
-  float* const maxima = reinterpret_cast<float*>(exchange);  // [kTileM]
-  float* const sums = maxima + Traits::kTileM;               // [2, kTileM]
+  // The two warps of a pair summed different tokens, and every warp needs the result of every row for its dimensions.
+  auto& totals = storage.totals;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = quad_sum(row_sum[half]);
     if (lane % 4 == 0) {
       const int row = group * 16 + half * 8 + lane / 4;
-      sums[half_k * Traits::kTileM + row] = sum;
-      if (half_k == 0) maxima[row] = row_max[half];
+      totals.sums[half_k * Traits::kTileM + row] = sum;
+      if (half_k == 0) totals.maxima[row] = row_max[half];
     }
   }
   __syncthreads();
@@ -270,8 +269,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = f * 16 + half * 8 + lane / 4;
-      const RowWriter<T> writer(p, work, blockIdx.y, 0, m0 + row, maxima[row], sums[row] + sums[Traits::kTileM + row],
-                                warp == 0 && lane % 4 == 0);
+      const RowWriter<T> writer(p, work, blockIdx.y, 0, m0 + row, totals.maxima[row],
+                                totals.sums[row] + totals.sums[Traits::kTileM + row], warp == 0 && lane % 4 == 0);
 #pragma unroll
       for (int d = 0; d < kFragsV; ++d)
         writer.store2(warp * Traits::kWarpV + d * 8 + lane % 4 * 2, o[f][d][half * 2], o[f][d][half * 2 + 1]);

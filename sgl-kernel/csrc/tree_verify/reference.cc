@@ -7,7 +7,7 @@
 
 #include "common/float_types.h"
 
-// One binary for every x86-64: the loader takes the widest version that the processor has.
+// One binary serves every x86-64 CPU: the loader picks the widest version that the processor supports.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define DDTREE_SIMD_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -17,8 +17,8 @@
 namespace ddtree {
 namespace {
 
-constexpr int64_t kRowTile = 4;       // rows that share one load of B
-constexpr int64_t kRowsPerItem = 32;  // packed rows (node x head of the group) of a work item
+constexpr int64_t kRowTile = 4;       // rows of A that share one load of B
+constexpr int64_t kRowsPerItem = 32;  // packed rows (node x head of the group) per work item
 constexpr int64_t kTokensPerBlock = 64;
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
@@ -72,22 +72,12 @@ void write(DType type, void* base, int64_t offset, int64_t count, const double* 
   }
 }
 
-int32_t depth_of(const uint64_t* words, int32_t num_words) {
-  int32_t bits = 0;
-  for (int32_t w = 0; w < num_words; ++w) bits += __builtin_popcountll(words[w]);
-  return bits - 1;
-}
-
-bool bit_of(const uint64_t* words, int64_t node) {
-  return words[node / kAncestorWordBits] >> (node % kAncestorWordBits) & 1;
-}
-
 int64_t chunks_per_head(const TreeVerifyParams& p) {
-  const int64_t packed = int64_t{p.max_rows} * (p.h_q / p.h_kv);
+  const int64_t packed = int64_t{p.num_nodes} * (p.h_q / p.h_kv);
   return (packed + kRowsPerItem - 1) / kRowsPerItem;
 }
 
-// Running softmax of some packed rows of one request and KV head over its prefix, then its tree.
+// Running softmax for some packed rows of one request and KV head, over the prefix and then the tree.
 class Item {
  public:
   Item(const TreeVerifyParams& p, int64_t request, int64_t kv_head, int64_t first, int64_t count)
@@ -98,7 +88,7 @@ class Item {
         count_(count),
         padded_((count + kRowTile - 1) / kRowTile * kRowTile),
         row_begin_(p.qo_indptr[request]),
-        num_rows_(p.qo_indptr[request + 1] - p.qo_indptr[request]),
+        num_nodes_(p.qo_indptr[request + 1] - p.qo_indptr[request]),
         prefix_len_(p.prefix_lens[request]),
         kv_begin_(p.kv_indptr[request]),
         q_(padded_ * p.d_qk),
@@ -113,7 +103,7 @@ class Item {
     for (int64_t m = 0; m < count_; ++m) {
       read(p_.q_dtype, p_.q, row(m) * p_.q_stride_t + head(m) * p_.q_stride_h, p_.d_qk, &q_[m * p_.d_qk], 1);
       for (int64_t i = 0; i < p_.d_qk; ++i) q_[m * p_.d_qk + i] *= scale;
-      position_[m] = prefix_len_ + depth_of(words(row(m)), p_.words);
+      position_[m] = prefix_len_ + node_depth(words(row(m)), p_.words);
       if (p_.sinks) {  // a logit with no value
         max_[m] = p_.sinks[head(m)];
         sum_[m] = 1.0;
@@ -123,14 +113,14 @@ class Item {
 
   void run() {
     int64_t start = 0;
-    if (p_.sliding_window >= 0) {  // tokens that no row of this item sees are not even read: they may be freed
+    if (p_.sliding_window >= 0) {  // do not even read tokens that no row of this item sees: they may be freed
       start = std::max<int64_t>(0, *std::min_element(position_.begin(), position_.end()) - p_.sliding_window);
     }
     for (int64_t t = start; t < prefix_len_; t += kTokensPerBlock) {
       attend(t, std::min(kTokensPerBlock, prefix_len_ - t), /*in_tree=*/false);
     }
-    for (int64_t t = 0; t < num_rows_; t += kTokensPerBlock) {
-      attend(t, std::min(kTokensPerBlock, num_rows_ - t), /*in_tree=*/true);
+    for (int64_t t = 0; t < num_nodes_; t += kTokensPerBlock) {
+      attend(t, std::min(kTokensPerBlock, num_nodes_ - t), /*in_tree=*/true);
     }
     const double v_scale = p_.v_scale ? *p_.v_scale : 1.0f;
     for (int64_t m = 0; m < count_; ++m) {
@@ -149,14 +139,14 @@ class Item {
   const uint64_t* words(int64_t row) const { return p_.ancestors + row * p_.words; }
 
   bool sees(int64_t m, int64_t token, int64_t token_position, bool in_tree) const {
-    if (in_tree && !bit_of(words(row(m)), token)) return false;
+    if (in_tree && !has_ancestor(words(row(m)), static_cast<int>(token))) return false;
     return p_.sliding_window < 0 || token_position >= position_[m] - p_.sliding_window;
   }
 
-  // One block of tokens: [begin, begin + count) of the prefix, or of the request's tree rows.
+  // Attends to one block of tokens: [begin, begin + count) of the prefix, or of the request's nodes.
   void attend(int64_t begin, int64_t count, bool in_tree) {
     int64_t token_position[kTokensPerBlock];
-    if (count < kTokensPerBlock) {  // what pads the last block must be finite: it meets weight 0
+    if (count < kTokensPerBlock) {  // padding of the last block must be finite, because it is multiplied by weight 0
       std::fill(k_transposed_.begin(), k_transposed_.end(), 0.0);
       std::fill(v_.begin(), v_.end(), 0.0);
     }
@@ -166,7 +156,7 @@ class Item {
       read(p_.kv_dtype, p_.k_cache, slot * p_.k_stride_slot + kv_head_ * p_.k_stride_h, p_.d_qk, &k_transposed_[t],
            kTokensPerBlock);
       read(p_.kv_dtype, p_.v_cache, slot * p_.v_stride_slot + kv_head_ * p_.v_stride_h, p_.d_v, &v_[t * p_.d_v], 1);
-      token_position[t] = in_tree ? prefix_len_ + depth_of(words(row_begin_ + begin + t), p_.words) : begin + t;
+      token_position[t] = in_tree ? prefix_len_ + node_depth(words(row_begin_ + begin + t), p_.words) : begin + t;
     }
 
     std::fill(weights_.begin(), weights_.end(), 0.0);
@@ -204,8 +194,8 @@ class Item {
   }
 
   const TreeVerifyParams& p_;
-  const int64_t group_, kv_head_, first_, count_, padded_, row_begin_, num_rows_, prefix_len_, kv_begin_;
-  std::vector<double> q_;             // [padded, d_qk] times the softmax scale and k_scale
+  const int64_t group_, kv_head_, first_, count_, padded_, row_begin_, num_nodes_, prefix_len_, kv_begin_;
+  std::vector<double> q_;             // [padded, d_qk] multiplied by the softmax scale and k_scale
   std::vector<double> k_transposed_;  // [d_qk, kTokensPerBlock]
   std::vector<double> v_;             // [kTokensPerBlock, d_v]
   std::vector<double> weights_;       // [padded, kTokensPerBlock] logits, then exp(logit - max)
@@ -217,7 +207,7 @@ class Item {
 }  // namespace
 
 int64_t reference_num_items(const TreeVerifyParams& params) {
-  return int64_t{params.b} * params.h_kv * chunks_per_head(params);
+  return int64_t{params.bs} * params.h_kv * chunks_per_head(params);
 }
 
 void reference_run(const TreeVerifyParams& params, int64_t begin, int64_t end) {
@@ -228,7 +218,7 @@ void reference_run(const TreeVerifyParams& params, int64_t begin, int64_t end) {
     const int64_t first = item % chunks * kRowsPerItem;
     const int64_t packed =
         int64_t{params.qo_indptr[request + 1] - params.qo_indptr[request]} * (params.h_q / params.h_kv);
-    if (first >= packed) continue;  // a shorter tree than max_rows, or an empty request
+    if (first >= packed) continue;  // a tree smaller than num_nodes, or an empty request
     Item(params, request, kv_head, first, std::min(kRowsPerItem, packed - first)).run();
   }
 }
@@ -245,17 +235,17 @@ std::string check_values(const TreeVerifyParams& p, int64_t num_kv_indices) {
   };
 
   if (p.qo_indptr[0] != 0) return wrong("qo_indptr[0]", "0", p.qo_indptr[0]);
-  for (int64_t r = 0; r < p.b; ++r) {
-    const int64_t row_begin = p.qo_indptr[r], row_end = p.qo_indptr[r + 1], rows = row_end - row_begin;
-    if (rows < 0 || rows > p.max_rows || row_end > p.total_rows) {
+  for (int64_t r = 0; r < p.bs; ++r) {
+    const int64_t row_begin = p.qo_indptr[r], row_end = p.qo_indptr[r + 1], nodes = row_end - row_begin;
+    if (nodes < 0 || nodes > p.num_nodes || row_end > p.total_rows) {
       return wrong(at("qo_indptr", r + 1),
                    std::to_string(row_begin) + " to " +
-                       std::to_string(std::min<int64_t>(p.total_rows, row_begin + p.max_rows)) +
-                       " (at most max_rows = " + std::to_string(p.max_rows) + " rows a request, " +
-                       std::to_string(p.total_rows) + " in all)",
+                       std::to_string(std::min<int64_t>(p.total_rows, row_begin + p.num_nodes)) +
+                       " (at most num_nodes = " + std::to_string(p.num_nodes) + " rows per request, " +
+                       std::to_string(p.total_rows) + " in total)",
                    row_end);
     }
-    if (rows == 0) continue;  // nothing of an empty request is read
+    if (nodes == 0) continue;  // the op reads nothing of an empty request
     const int64_t kv_begin = p.kv_indptr[r], room = p.kv_indptr[r + 1] - kv_begin;
     if (kv_begin < 0 || room < 0 || kv_begin + room > num_kv_indices) {
       return wrong(at("kv_indptr", r + 1),
@@ -263,7 +253,7 @@ std::string check_values(const TreeVerifyParams& p, int64_t num_kv_indices) {
                    p.kv_indptr[r + 1]);
     }
     if (p.prefix_lens[r] < 0 || p.prefix_lens[r] > room) {
-      return wrong(at("prefix_lens", r), "0 to " + std::to_string(room) + " (what kv_indptr leaves it)",
+      return wrong(at("prefix_lens", r), "0 to " + std::to_string(room) + " (the room that kv_indptr leaves)",
                    p.prefix_lens[r]);
     }
     for (int64_t i = kv_begin; i < kv_begin + p.prefix_lens[r]; ++i) {
@@ -272,12 +262,12 @@ std::string check_values(const TreeVerifyParams& p, int64_t num_kv_indices) {
     for (int64_t row = row_begin; row < row_end; ++row) {
       if (auto error = slot_wrong("tree_slots", p.tree_slots, p.tree_slots_is_64, row); !error.empty()) return error;
       const uint64_t* words = p.ancestors + row * p.words;
-      if (!bit_of(words, row - row_begin)) {
-        return at("ancestors", row) + ": expected bit " + std::to_string(row - row_begin) + " (the row itself), got 0";
+      if (!has_ancestor(words, static_cast<int>(row - row_begin))) {
+        return at("ancestors", row) + ": expected bit " + std::to_string(row - row_begin) + " (the node itself), got 0";
       }
-      for (int64_t node = rows; node < int64_t{p.words} * kAncestorWordBits; ++node) {
-        if (bit_of(words, node)) {
-          return wrong(at("ancestors", row), "bits inside its request (nodes 0 to " + std::to_string(rows - 1) + ")",
+      for (int node = static_cast<int>(nodes); node < p.words * kAncestorWordBits; ++node) {
+        if (has_ancestor(words, node)) {
+          return wrong(at("ancestors", row), "bits inside its request (nodes 0 to " + std::to_string(nodes - 1) + ")",
                        node);
         }
       }

@@ -1,31 +1,25 @@
-// Deals the KV of a ragged batch out to a fixed grid: b * num_splits work items, each one contiguous chunk of one
-// request's tokens. The chunk length is the smallest multiple of kChunkGranule (MLA: from kMinGranulesMla on) for which
-// all chunks of all requests fit the grid, so a long request gets more items than a short one. Every warp computes it
-// from the device lengths by itself: no planning kernel, no host length. Partial and combine kernels call the same
-// functions and therefore agree.
+// Distributes the KV of a ragged batch over a fixed grid of bs * num_splits work items. Each item is one contiguous
+// chunk of one request's tokens. The chunk length is the smallest multiple of kChunkGranule (for MLA at least
+// kMinGranulesMla of them) for which all chunks of all requests fit the grid, so a long request gets more items than a
+// short one. Every warp computes the length itself from the lengths on the device. This needs no planning kernel and no
+// length on the host. The partial and combine kernels call the same functions, so they agree.
 #pragma once
 
-#include "../common/softmax.cuh"
-#include "params.h"
+#include "common/softmax.cuh"
+#include "tree_verify/params.h"
+#include "tree_verify/work_item.h"
 
 namespace ddtree {
 
 constexpr int kChunkGranule = 64;  // a multiple of every KV tile
-// The least chunk of MLA, whose partial results are large: 33 chunks of 128 tokens beat 65 of 64 at 4096 tokens.
+// MLA's partial results are large, so its shortest chunk is longer. At 4096 tokens, 33 chunks of 128 tokens beat 65 of
+// 64.
 constexpr unsigned kMinGranulesMla = 2;
-
-struct Request {
-  int row0, rows;  // its tree rows in q
-  int prefix;      // tokens before the tree
-  int kv_begin;    // first token any row attends to: the sliding window of the root, which reaches back furthest
-  int kv_start;    // of its prefix in kv_indices
-  __device__ __forceinline__ int tokens() const { return rows > 0 ? prefix + rows - kv_begin : 0; }
-};
 
 __device__ __forceinline__ Request load_request(const TreeVerifyParams& p, int r) {
   Request q;
   q.row0 = p.qo_indptr[r];
-  q.rows = p.qo_indptr[r + 1] - q.row0;
+  q.num_nodes = p.qo_indptr[r + 1] - q.row0;
   q.prefix = p.prefix_lens[r];
   q.kv_start = p.kv_indptr[r];
   q.kv_begin = p.sliding_window < 0 ? 0 : max(0, q.prefix - p.sliding_window);
@@ -34,18 +28,19 @@ __device__ __forceinline__ Request load_request(const TreeVerifyParams& p, int r
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// A lane's request of the batch's first 32: loaded once, since every load here is one that all others wait for.
+// The request that a lane holds among the first 32 of the batch. Loaded once, because all later work waits for these
+// loads.
 __device__ __forceinline__ Request load_lane_request(const TreeVerifyParams& p) {
   const int lane = threadIdx.x & 31;
-  return lane < p.b ? load_request(p, lane) : Request{};
+  return lane < p.bs ? load_request(p, lane) : Request{};
 }
 
-// Warp-collective; the same in every lane. `mine`: load_lane_request().
+// Tokens per chunk. Warp-collective, with the same result in every lane. `mine` is load_lane_request().
 __device__ inline int chunk_tokens(const TreeVerifyParams& p, const Request& mine) {
   if (p.num_splits == 1) return 1 << 30;
-  const int lane = threadIdx.x & 31, items = p.b * p.num_splits;
+  const int lane = threadIdx.x & 31, items = p.bs * p.num_splits;
   unsigned total = mine.tokens(), longest = total;
-  for (int r = lane + 32; r < p.b; r += 32) {
+  for (int r = lane + 32; r < p.bs; r += 32) {
     const unsigned n = load_request(p, r).tokens();
     total += n, longest = max(longest, n);
   }
@@ -54,9 +49,9 @@ __device__ inline int chunk_tokens(const TreeVerifyParams& p, const Request& min
   const unsigned per_unit = unsigned(items) * kChunkGranule;
   unsigned lo = max(p.d_qk == kMlaQkDim ? kMinGranulesMla : 1u, (total + per_unit - 1) / per_unit);
   unsigned hi = max(lo, (longest + kChunkGranule - 1) / kChunkGranule);
-  for (unsigned probe = lo; lo < hi; probe = (lo + hi) / 2) {  // equal lengths fit at the first probe
+  for (unsigned probe = lo; lo < hi; probe = (lo + hi) / 2) {  // requests of equal length fit at the first probe
     unsigned chunks = ceil_div(mine.tokens(), probe * kChunkGranule);
-    for (int r = lane + 32; r < p.b; r += 32) chunks += ceil_div(load_request(p, r).tokens(), probe * kChunkGranule);
+    for (int r = lane + 32; r < p.bs; r += 32) chunks += ceil_div(load_request(p, r).tokens(), probe * kChunkGranule);
     if (__reduce_add_sync(0xffffffff, chunks) <= unsigned(items)) {
       hi = probe;
     } else {
@@ -66,21 +61,14 @@ __device__ inline int chunk_tokens(const TreeVerifyParams& p, const Request& min
   return lo * kChunkGranule;
 }
 
-struct WorkItem {
-  Request request;
-  int index;       // of the request; -1: nothing to do
-  int num_chunks;  // of the request; 1: write the output directly
-  int begin, end;  // tokens [begin, end): < prefix is the prefix, the rest the tree
-};
-
-// Warp-collective: the chunk that work item `item` stands for.
+// The chunk of work item `item`. Warp-collective.
 __device__ inline WorkItem find_work(const TreeVerifyParams& p, int item) {
   const int lane = threadIdx.x & 31;
   Request q = load_lane_request(p);
   const int chunk = chunk_tokens(p, q);
   int first = 0;  // work items before this group of 32 requests
-  for (int base = 0; base < p.b; base += 32) {
-    if (base > 0) q = base + lane < p.b ? load_request(p, base + lane) : Request{};
+  for (int base = 0; base < p.bs; base += 32) {
+    if (base > 0) q = base + lane < p.bs ? load_request(p, base + lane) : Request{};
     const int mine = ceil_div(q.tokens(), chunk);
     int until = mine;
 #pragma unroll
@@ -96,12 +84,12 @@ __device__ inline WorkItem find_work(const TreeVerifyParams& p, int item) {
       w.num_chunks = __shfl_sync(0xffffffff, mine, source);
       const int start = first + __shfl_sync(0xffffffff, until, source) - w.num_chunks;
       w.request.row0 = __shfl_sync(0xffffffff, q.row0, source);
-      w.request.rows = __shfl_sync(0xffffffff, q.rows, source);
+      w.request.num_nodes = __shfl_sync(0xffffffff, q.num_nodes, source);
       w.request.prefix = __shfl_sync(0xffffffff, q.prefix, source);
       w.request.kv_begin = __shfl_sync(0xffffffff, q.kv_begin, source);
       w.request.kv_start = __shfl_sync(0xffffffff, q.kv_start, source);
       w.begin = w.request.kv_begin + (item - start) * chunk;
-      w.end = min(w.begin + min(chunk, 1 << 30), w.request.prefix + w.request.rows);
+      w.end = min(w.begin + min(chunk, 1 << 30), w.request.prefix + w.request.num_nodes);
       return w;
     }
     first += __shfl_sync(0xffffffff, until, 31);
@@ -112,22 +100,22 @@ __device__ inline WorkItem find_work(const TreeVerifyParams& p, int item) {
 }
 
 struct RowChunks {
-  int request;     // -1: the row belongs to none
-  int row;         // within the request
+  int request;     // -1: no request owns the row
+  int node;        // index within the request
   int first_item;  // work items [first_item, first_item + num_chunks) hold its partials
   int num_chunks;
 };
 
-// Warp-collective: where the partials of row `t` of q lie.
+// Locates the partial results of row `t` of q. Warp-collective.
 __device__ inline RowChunks find_row_chunks(const TreeVerifyParams& p, int t) {
   const int lane = threadIdx.x & 31;
   Request q = load_lane_request(p);
   const int chunk = chunk_tokens(p, q);
   int first = 0;
-  for (int base = 0; base < p.b; base += 32) {
-    if (base > 0) q = base + lane < p.b ? load_request(p, base + lane) : Request{};
+  for (int base = 0; base < p.bs; base += 32) {
+    if (base > 0) q = base + lane < p.bs ? load_request(p, base + lane) : Request{};
     const int mine = ceil_div(q.tokens(), chunk);
-    const unsigned owner = __ballot_sync(0xffffffff, t >= q.row0 && t < q.row0 + q.rows);
+    const unsigned owner = __ballot_sync(0xffffffff, t >= q.row0 && t < q.row0 + q.num_nodes);
     const int source = owner ? __ffs(owner) - 1 : 32;
     const int before = __reduce_add_sync(0xffffffff, unsigned(lane < source ? mine : 0));
     if (owner)

@@ -1,37 +1,30 @@
-// Which of 32 consecutive tokens a tree row attends to. Only tiles that touch the tree, the end, or the edge of the
-// sliding window ask; the rest of the prefix needs no mask.
+// Which of 32 consecutive tokens a node attends to. Only tiles that touch the tree, the end or the edge of the sliding
+// window need this mask.
 #pragma once
 
-#include "tile_scheduler.cuh"
+#include "tree_verify/tile_scheduler.cuh"
 
 namespace ddtree {
 
-__device__ __forceinline__ int node_depth(const uint64_t* ancestors, int words) {
-  int bits = 0;
-#pragma unroll 1  // in kernels whose registers are all taken
-  for (int w = 0; w < words; ++w) bits += __popcll(ancestors[w]);
-  return bits - 1;
-}
-
-// Whether tokens [begin, begin + width) of this request need tree_mask.
+// Whether tokens [begin, begin + width) of the request need tree_mask().
 __device__ __forceinline__ bool needs_mask(const Request& q, int window, int begin, int width) {
-  return begin + width > q.prefix || (window >= 0 && begin < q.prefix + q.rows - 1 - window);
+  return begin + width > q.prefix || (window >= 0 && begin < q.prefix + q.num_nodes - 1 - window);
 }
 
-// Bit j: row `row` of the request attends to token begin + j. Rows past the end attend to nothing.
-__device__ inline uint32_t tree_mask(const TreeVerifyParams& p, const Request& q, int row, int begin) {
-  if (row >= q.rows) return 0;
-  const uint64_t* ancestors = p.ancestors + int64_t(q.row0 + row) * p.words;
-  const int words = (q.rows + kAncestorWordBits - 1) / kAncestorWordBits;
-  const int node = begin - q.prefix;  // the tree node at bit 0, negative in the prefix
-  const int left = q.rows - node;     // tokens up to the end
-  const int in_prefix = min(max(-node, 0), 32);
+// Bit j is set if the request's node `node` attends to token begin + j. Nodes past the end attend to nothing.
+__device__ inline uint32_t tree_mask(const TreeVerifyParams& p, const Request& q, int node, int begin) {
+  if (node >= q.num_nodes) return 0;
+  const uint64_t* ancestors = p.ancestors + int64_t(q.row0 + node) * p.words;
+  const int words = ancestor_words(q.num_nodes);
+  const int first = begin - q.prefix;    // node index at bit 0, negative in the prefix
+  const int left = q.num_nodes - first;  // tokens up to the end
+  const int in_prefix = min(max(-first, 0), 32);
   uint32_t mask = in_prefix == 32 ? 0xffffffffu : (1u << in_prefix) - 1;
   if (in_prefix < 32 && left > 0) {
-    if (node < 0) {
+    if (first < 0) {
       mask |= uint32_t(ancestors[0]) << in_prefix;
     } else {
-      const int w = node / kAncestorWordBits, shift = node % kAncestorWordBits;
+      const int w = first / kAncestorWordBits, shift = first % kAncestorWordBits;
       uint64_t bits = ancestors[w] >> shift;
       if (shift > kAncestorWordBits - 32 && w + 1 < words) bits |= ancestors[w + 1] << (kAncestorWordBits - shift);
       mask = uint32_t(bits);
@@ -41,20 +34,20 @@ __device__ inline uint32_t tree_mask(const TreeVerifyParams& p, const Request& q
   if (p.sliding_window < 0) return mask;
 
   const int depth = node_depth(ancestors, words);
-  const int outside = min(q.prefix + depth - p.sliding_window - begin, in_prefix);  // prefix tokens behind the window
+  const int outside = min(q.prefix + depth - p.sliding_window - begin, in_prefix);  // prefix tokens before the window
   if (outside > 0) mask &= outside == 32 ? 0u : ~((1u << outside) - 1);
   if (depth > p.sliding_window && in_prefix < 32) {
 #pragma unroll 1
     for (uint32_t rest = mask >> in_prefix << in_prefix; rest; rest &= rest - 1) {
       const int j = __ffs(rest) - 1;
-      const uint64_t* key = p.ancestors + int64_t(q.row0 + node + j) * p.words;
+      const uint64_t* key = p.ancestors + int64_t(q.row0 + first + j) * p.words;
       if (node_depth(key, words) < depth - p.sliding_window) mask &= ~(1u << j);
     }
   }
   return mask;
 }
 
-// Pool slot of a token: int64 indices are read as their low words, a pool has fewer than 2^31 slots.
+// Pool slot of a token. Of an int64 index only the low word is read, because a pool has fewer than 2^31 slots.
 __device__ __forceinline__ int token_slot(const TreeVerifyParams& p, const Request& q, int64_t kv_start, int token) {
   if (token < q.prefix) {
     const int64_t i = kv_start + token;

@@ -1,4 +1,4 @@
-#include "../launch.cuh"
+#include "tree_verify/kernel_launch.cuh"
 
 namespace ddtree {
 #define DDTREE_INSTANTIATE(size) \

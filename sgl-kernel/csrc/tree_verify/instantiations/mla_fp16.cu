@@ -1,4 +1,4 @@
-#include "../launch.cuh"
+#include "tree_verify/kernel_launch.cuh"
 
 namespace ddtree {
 template cudaError_t launch_mla_typed<__half, false>(const TreeVerifyParams&, const Launch&);

@@ -1,4 +1,4 @@
-#include "launch_gqa_sm90.cuh"
+#include "tree_verify/sm90/launch_gqa_sm90.cuh"
 
 namespace ddtree {
 #define DDTREE_INSTANTIATE(size) \

@@ -1,73 +1,74 @@
-// Tree-verify attention of one chunk of a request's KV for one KV head and tile of packed rows, with wgmma (sm_90a).
+// Tree-verify attention over one chunk of a request's KV, for one KV head and one M tile, with wgmma (sm_90a).
 //
-// The same work as ../gqa_partial.cuh, which says what a packed row and a work item are. A warpgroup of consumers owns
-// 64 rows; the block's one or two warpgroups share the K and V tiles, which producer warps copy (cp.async, gathered by
-// slot) into a ring of stages. Every operand but P is read by the tensor cores from shared memory in the 128-byte
-// swizzle: 64 columns [rows][128 bytes] a block of columns. Warpgroups, and blocks that share a multiprocessor, run
-// their softmax beside each other's products. fp8: the consumers convert a tile while the products of the one before
-// run. Columns are then permuted, the first halves of all 16-byte vectors before the second halves, so that the
-// converted vectors are written without bank conflicts; Q is permuted alike, and the output is permuted back.
-// Synchronization: an mbarrier pair a stage. `full` completes when the copies of the producers' lanes have landed;
-// each consumer waits for it and then puts the proxy fence between those writes and its products. (In a thread with
-// copies in flight that fence waits for them all: a reason for producers.) `empty` completes when each consumer warp
-// has finished its products of the stage, or fp8 its conversion. fp8: two converted tiles; the barrier of the consumers
-// that ends a tile says that the next one is converted and that this one's products are done.
+// Does the same work as gqa_partial.cuh, which defines packed rows and work items. A warpgroup of consumers owns 64
+// rows. The block's one or two warpgroups share the K and V tiles. Producer warps copy those into a ring of stages,
+// gathering slots with cp.async. The tensor cores read every operand except P from shared memory in the 128-byte
+// swizzle: blocks of 64 columns, each [rows][128 bytes]. Warpgroups, and blocks that share a multiprocessor, overlap
+// one's softmax with another's products. fp8: the consumers convert a tile while the products of the previous one run.
+// Conversion permutes the columns, placing the first halves of all 16-byte vectors before the second halves, so that
+// writes have no bank conflicts. Q is permuted in the same way, and the output is permuted back. Synchronization: each
+// stage has two mbarriers. `full` completes when the copies of the producers' lanes have landed. Each consumer waits
+// for it and then issues the proxy fence between those writes and its products. (In a thread with copies in flight that
+// fence would wait for all of them, which is one reason for separate producers.) `empty` completes when each consumer
+// warp has finished its products of the stage, or with fp8 its conversion. With fp8 there are two converted tiles. The
+// consumers' barrier at the end of a tile guarantees that the next tile is converted and that the products of this one
+// are done.
 #pragma once
 
-#include "../../common/cp_async.cuh"
-#include "../../common/fp8.cuh"
-#include "../../common/mbarrier.cuh"
-#include "../../common/pdl.cuh"
-#include "../../common/softmax.cuh"
-#include "../../common/wgmma.cuh"
-#include "../epilogue.cuh"
-#include "../traits.h"
-#include "../tree_mask.cuh"
+#include "common/cp_async.cuh"
+#include "common/fp8.cuh"
+#include "common/mbarrier.cuh"
+#include "common/pdl.cuh"
+#include "common/softmax.cuh"
+#include "common/wgmma.cuh"
+#include "tree_verify/epilogue.cuh"
+#include "tree_verify/traits.h"
+#include "tree_verify/tree_mask.cuh"
 
 namespace ddtree {
 
-// Byte offset of 8 columns (16 bytes) of a row in a tile of `rows` rows.
+// Byte offset of a row's 16-byte chunk (8 columns) in a tile of `rows` rows.
 __device__ __forceinline__ uint32_t swizzled_columns(int rows, int row, int chunk) {
   return chunk / 8 * rows * kSwizzleRowBytes + swizzled(row, chunk % 8);
 }
 
-// How threads share a tile: kGroup threads a token, each every kGroup-th 16-byte vector of it.
+// How threads share a tile: kGroup threads per token, each taking every kGroup-th 16-byte vector.
 template <typename Traits, int kThreads>
 struct GqaSm90Lanes {
   static constexpr int kVectors = Traits::kD * (Traits::kFp8 ? 1 : 2) / 16;
   static constexpr int kPower = kVectors & -kVectors, kGroup = kPower < 16 ? kPower : 16;
   static constexpr int kEach = kVectors / kGroup;
-  static constexpr int kPassRows = kThreads / kGroup;  // tokens at a time
-  static constexpr int kPasses = Traits::kTileN > kPassRows ? Traits::kTileN / kPassRows : 1;
+  static constexpr int kPassTokens = kThreads / kGroup;  // tokens per pass
+  static constexpr int kPasses = Traits::kTileN > kPassTokens ? Traits::kTileN / kPassTokens : 1;
 };
 
-// A producer warp copies its tokens of a tile, from `row0` on. Lane i holds the slots of its tokens 32 r + i. kAll:
-// every token exists.
+// A producer warp copies its tokens of a tile, starting at `token0`. Lane i holds the slots of tokens 32 r + i. kAll
+// means that every token exists.
 template <typename Traits, bool kAll>
 __device__ __forceinline__ void gqa_sm90_load_tile(const TreeVerifyParams& p, const char* k, const char* v,
-                                                   uint32_t stage, int row0,
-                                                   const int (&slots)[(Traits::kProducerRows + 31) / 32]) {
+                                                   uint32_t stage, int token0,
+                                                   const int (&slots)[(Traits::kProducerTokens + 31) / 32]) {
   using Lanes = GqaSm90Lanes<Traits, 32>;
   constexpr int kTileN = Traits::kTileN, kHalf = Traits::kStageBytes / 2, kBytes = Traits::kFp8 ? 1 : 2;
   const uint32_t k_stride = p.k_stride_slot * kBytes, v_stride = p.v_stride_slot * kBytes;
   const int lane = threadIdx.x & 31, part = lane % Lanes::kGroup;
 #pragma unroll
-  for (int r = 0; r < (Traits::kProducerRows + 31) / 32; ++r) {
+  for (int r = 0; r < (Traits::kProducerTokens + 31) / 32; ++r) {
 #pragma unroll 8
-    for (int pass = 0; pass < min(32, Traits::kProducerRows) / Lanes::kPassRows; ++pass) {
-      const int at = pass * Lanes::kPassRows + lane / Lanes::kGroup, row = row0 + r * 32 + at;
+    for (int pass = 0; pass < min(32, Traits::kProducerTokens) / Lanes::kPassTokens; ++pass) {
+      const int at = pass * Lanes::kPassTokens + lane / Lanes::kGroup, token = token0 + r * 32 + at;
       const int s = __shfl_sync(0xffffffff, slots[r], at);
       const bool valid = kAll || s >= 0;
       const uint64_t from = kAll ? uint32_t(s) : uint32_t(max(s, 0));
-      const char* k_row = k + from * k_stride + part * 16;
-      const char* v_row = v + from * v_stride + part * 16;
+      const char* k_token = k + from * k_stride + part * 16;
+      const char* v_token = v + from * v_stride + part * 16;
 #pragma unroll
       for (int i = 0; i < Lanes::kEach; ++i) {
         const int vector = part + i * Lanes::kGroup;
         const uint32_t to =
-            stage + (Traits::kFp8 ? row * Traits::kD + vector * 16 : swizzled_columns(kTileN, row, vector));
-        cp_async_16(to, k_row + i * Lanes::kGroup * 16, valid);
-        cp_async_16(to + kHalf, v_row + i * Lanes::kGroup * 16, valid);
+            stage + (Traits::kFp8 ? token * Traits::kD + vector * 16 : swizzled_columns(kTileN, token, vector));
+        cp_async_16(to, k_token + i * Lanes::kGroup * 16, valid);
+        cp_async_16(to + kHalf, v_token + i * Lanes::kGroup * 16, valid);
       }
     }
   }
@@ -78,23 +79,23 @@ template <typename Traits>
 __device__ __forceinline__ void gqa_sm90_convert(const char* stage, char* tile) {
   using Lanes = GqaSm90Lanes<Traits, Traits::kConsumers>;
   constexpr int kTileN = Traits::kTileN;
-  const int part = threadIdx.x % Lanes::kGroup, row0 = threadIdx.x / Lanes::kGroup;
+  const int part = threadIdx.x % Lanes::kGroup, token0 = threadIdx.x / Lanes::kGroup;
 #pragma unroll
   for (int pass = 0; pass < Lanes::kPasses; ++pass) {
-    const int row = pass * Lanes::kPassRows + row0;
-    if (Lanes::kPassRows > kTileN && row >= kTileN) continue;
+    const int token = pass * Lanes::kPassTokens + token0;
+    if (Lanes::kPassTokens > kTileN && token >= kTileN) continue;
 #pragma unroll
     for (int i = 0; i < Lanes::kEach; ++i) {
       const int vector = part + i * Lanes::kGroup;
       uint4 lo, hi;
-      e4m3x16_to_16bit<__half>(*reinterpret_cast<const uint4*>(stage + row * Traits::kD + vector * 16), lo, hi);
-      *reinterpret_cast<uint4*>(tile + swizzled_columns(kTileN, row, vector)) = lo;
-      *reinterpret_cast<uint4*>(tile + swizzled_columns(kTileN, row, Lanes::kVectors + vector)) = hi;
+      e4m3x16_to_16bit<__half>(*reinterpret_cast<const uint4*>(stage + token * Traits::kD + vector * 16), lo, hi);
+      *reinterpret_cast<uint4*>(tile + swizzled_columns(kTileN, token, vector)) = lo;
+      *reinterpret_cast<uint4*>(tile + swizzled_columns(kTileN, token, Lanes::kVectors + vector)) = hi;
     }
   }
 }
 
-// A barrier of `threads` threads of the block; 0 is __syncthreads.
+// A barrier of `threads` threads of the block. Id 0 is the barrier of __syncthreads().
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -106,15 +107,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   using Mma = typename Traits::Mma;
   constexpr bool kFp8 = Traits::kFp8;
   constexpr int kD = Traits::kD, kTileM = Traits::kTileM, kTileN = Traits::kTileN, kStages = Traits::kStages;
-  extern __shared__ __align__(1024) char swizzled_smem[];  // Q, converted tiles, stages, rows' scales, barriers, work
-  char* const smem = swizzled_smem;
-  const uint32_t smem_base = smem_address(smem), stages = smem_base + Traits::kStageOffset;
-  const uint32_t full = smem_base + Traits::kBarrierOffset, empty = full + kStages * 8;
+  using Storage = typename Traits::Storage;
+  extern __shared__ __align__(1024) char swizzled_smem[];
+  Storage& storage = *reinterpret_cast<Storage*>(swizzled_smem);
+  const uint32_t smem_base = smem_address(swizzled_smem), stages = smem_base + offsetof(Storage, stages);
+  const uint32_t full = smem_base + offsetof(Storage, full), empty = smem_base + offsetof(Storage, empty);
 
   const int heads = p.h_q / p.h_kv, m_tiles = gridDim.x / p.h_kv;
   const int kv_head = blockIdx.x / m_tiles, m0 = blockIdx.x % m_tiles * kTileM;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  WorkItem& work = *reinterpret_cast<WorkItem*>(smem + Traits::kWorkOffset);
+  WorkItem& work = storage.work;
   if (warp == Traits::kConsumers / 32) {
     const WorkItem found = find_work(p, blockIdx.y);
     if (lane == 0) {
@@ -127,25 +129,25 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   }
   allow_dependents();
   __syncthreads();
-  if (work.index < 0 || m0 >= work.request.rows * heads) return;
+  if (work.index < 0 || m0 >= work.request.num_nodes * heads) return;
   const Request& request = work.request;
   const int tiles = ceil_div(work.end - work.begin, kTileN);
 
   if (warp >= Traits::kConsumers / 32) {
-    constexpr int kSlots = (Traits::kProducerRows + 31) / 32, kBytes = kFp8 ? 1 : 2;
+    constexpr int kSlots = (Traits::kProducerTokens + 31) / 32, kBytes = kFp8 ? 1 : 2;
     const char* k = static_cast<const char*>(p.k_cache) + kv_head * p.k_stride_h * kBytes;
     const char* v = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_h * kBytes;
-    const int row0 = (warp - Traits::kConsumers / 32) * Traits::kProducerRows;
+    const int token0 = (warp - Traits::kConsumers / 32) * Traits::kProducerTokens;
     int slots[kSlots];
     auto load_slots = [&](int tile) {
 #pragma unroll
       for (int r = 0; r < kSlots; ++r) {
-        const int token = work.begin + tile * kTileN + row0 + r * 32 + lane;
+        const int token = work.begin + tile * kTileN + token0 + r * 32 + lane;
         slots[r] = token < work.end ? token_slot(p, request, request.kv_start, token) : -1;
       }
     };
     load_slots(0);
-    int stage = 0, parity = 1;  // of the phase that frees the stage: the first one counts as complete
+    int stage = 0, parity = 1;  // of the phase that frees the stage; the first phase counts as complete
     for (int j = 0; j < tiles; ++j) {
       int now[kSlots];
 #pragma unroll
@@ -154,9 +156,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       mbarrier_wait(empty + stage * 8, parity);
       const uint32_t to = stages + stage * Traits::kStageBytes;
       if (work.begin + (j + 1) * kTileN <= work.end) {
-        gqa_sm90_load_tile<Traits, true>(p, k, v, to, row0, now);
+        gqa_sm90_load_tile<Traits, true>(p, k, v, to, token0, now);
       } else {
-        gqa_sm90_load_tile<Traits, false>(p, k, v, to, row0, now);
+        gqa_sm90_load_tile<Traits, false>(p, k, v, to, token0, now);
       }
       mbarrier_arrive_after_copies(full + stage * 8);
       if (++stage == kStages) stage = 0, parity ^= 1;
@@ -165,15 +167,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     return;
   }
 
-  // Q, zero for rows that do not exist, a warpgroup its own rows and four threads a row. fp8: in fp16, scaled by a
-  // power of two a row to fit its range.
-  const int m_end = request.rows * heads, warpgroup = tid / 128;
+  // Load Q, with zeros for rows that do not exist: each warpgroup loads its own rows, with four threads per row. With
+  // fp8 KV, Q is converted to fp16 and each row is scaled by a power of two to fit the range.
+  const int m_end = request.num_nodes * heads, warpgroup = tid / 128;
 #pragma unroll 1
   for (int m = warpgroup * 64 + tid % 128 / 4; m < warpgroup * 64 + 64; m += 32) {
     constexpr int kChunks = kD / 8, kEach = kChunks / 4;
     const bool exists = m0 + m < m_end;
-    const int row = exists ? (m0 + m) / heads : 0, head = exists ? (m0 + m) % heads : 0;
-    const T* q = static_cast<const T*>(p.q) + (request.row0 + int64_t(row)) * p.q_stride_t +
+    const int node = exists ? (m0 + m) / heads : 0, head = exists ? (m0 + m) % heads : 0;
+    const T* q = static_cast<const T*>(p.q) + (request.row0 + int64_t(node)) * p.q_stride_t +
                  (kv_head * heads + head) * p.q_stride_h;
     uint4 value[kEach];
 #pragma unroll
@@ -191,13 +193,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         value[i].x = bf16x2_to_half2(value[i].x, scale), value[i].y = bf16x2_to_half2(value[i].y, scale);
         value[i].z = bf16x2_to_half2(value[i].z, scale), value[i].w = bf16x2_to_half2(value[i].w, scale);
       }
-      if (tid % 4 == 0) reinterpret_cast<float*>(smem + Traits::kScaleOffset)[m] = 1.f / scale;
+      if (tid % 4 == 0) storage.q_unscale[m] = 1.f / scale;
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int chunk = tid % 4 + i * 4;
       *reinterpret_cast<uint4*>(
-          smem + swizzled_columns(kTileM, m, kFp8 ? chunk % 2 * (kChunks / 2) + chunk / 2 : chunk)) = value[i];
+          storage.q + swizzled_columns(kTileM, m, kFp8 ? chunk % 2 * (kChunks / 2) + chunk / 2 : chunk)) = value[i];
     }
   }
 
@@ -206,27 +208,28 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
   const int warp_row0 = m0 + warp * 16;
   const LogitScale logit_scale = make_logit_scale(p.sm_scale, load_scale(p.k_scale), p.logit_cap);
-  float factor[2] = {logit_scale.factor, logit_scale.factor};  // q.k to a base-2 logit; with a cap, to its argument
+  float factor[2] = {logit_scale.factor,
+                     logit_scale.factor};  // from q.k to a base-2 logit, or with a cap to the argument of tanh
   if constexpr (Traits::kScaleQ) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      factor[half] *= reinterpret_cast<const float*>(smem + Traits::kScaleOffset)[warp * 16 + half * 8 + lane / 4];
+    for (int half = 0; half < 2; ++half) factor[half] *= storage.q_unscale[warp * 16 + half * 8 + lane / 4];
   }
   float o[kD / 2], row_max[2] = {neg_inf(), neg_inf()}, row_sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < kD / 2; ++i) o[i] = 0.f;
   const uint64_t q_desc = wgmma_descriptor(smem_base + warpgroup * 64 * kSwizzleRowBytes, 0, kSwizzleAtomBytes);
 
-  int stage = 0, parity = 0;  // of the tile; fp8: of the tile after it
+  int stage = 0, parity = 0;  // of this tile; with fp8, of the next tile
   auto release_stage = [&] {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(empty + stage * 8);
     if (++stage == kStages) stage = 0, parity ^= 1;
   };
-  // fp8: half 0 converts K, half 1 V, of the tile in `stage`.
+  // fp8: converts K (half 0) or V (half 1) of the tile in `stage`.
   auto convert = [&](int tile, int half) {
-    gqa_sm90_convert<Traits>(smem + Traits::kStageOffset + stage * Traits::kStageBytes + half * Traits::kStageBytes / 2,
-                             smem + Traits::kQBytes + (tile & 1) * Traits::kTileBytes + half * Traits::kTileBytes / 2);
+    gqa_sm90_convert<Traits>(
+        swizzled_smem + offsetof(Storage, stages) + stage * Traits::kStageBytes + half * Traits::kStageBytes / 2,
+        swizzled_smem + offsetof(Storage, tiles) + (tile & 1) * Traits::kTileBytes + half * Traits::kTileBytes / 2);
   };
   if constexpr (kFp8) {
     mbarrier_wait(full, 0);
@@ -237,7 +240,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   }
 
   for (int j = 0; j < tiles; ++j) {
-    // A lane a row and 32 tokens. A chunk may end within a tile and its request go on.
+    // Each lane covers one row and 32 tokens. A chunk may end within a tile while its request continues.
     const int token0 = work.begin + j * kTileN;
     const bool masked = needs_mask(request, p.sliding_window, token0, kTileN) || token0 + kTileN > work.end;
     uint32_t row_mask[(kTileN + 63) / 64] = {};
@@ -250,8 +253,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       }
     }
 
-    const uint32_t tile =
-        kFp8 ? smem_base + Traits::kQBytes + (j & 1) * Traits::kTileBytes : stages + stage * Traits::kStageBytes;
+    const uint32_t tile = kFp8 ? smem_base + offsetof(Storage, tiles) + (j & 1) * Traits::kTileBytes
+                               : stages + stage * Traits::kStageBytes;
     const bool next = j + 1 < tiles;
     if constexpr (kFp8) {
       if (next) mbarrier_wait(full + stage * 8, parity);
@@ -266,13 +269,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) {
-      // Four steps of 32 bytes through a block of columns.
+      // Four steps of 32 bytes cross a block of columns.
       const int q_at = k / 4 * kTileM * kSwizzleRowBytes + k % 4 * 32;
       const int k_at = k / 4 * kTileN * kSwizzleRowBytes + k % 4 * 32;
       wgmma_ss<Mma>(s, q_desc + (q_at >> 4), k_desc + (k_at >> 4), k > 0);
     }
     wgmma_commit();
-    if constexpr (kFp8) convert(j + 1, 0);  // after the last tile: of what lies there, to no effect
+    if constexpr (kFp8) convert(j + 1, 0);  // after the last tile this converts stale bytes that nothing reads
     wgmma_wait<0>();
     wgmma_pin(s);
 

@@ -1,8 +1,8 @@
-// Launcher that the instantiations specialize; ../launch.cuh calls it on sm_90.
+// Launches the GQA partial kernel of sm_90. The instantiations specialize it; kernel_launch.cuh calls it.
 #pragma once
 
-#include "../launch.cuh"
-#include "gqa_sm90.cuh"
+#include "tree_verify/kernel_launch.cuh"
+#include "tree_verify/sm90/gqa_sm90.cuh"
 
 namespace ddtree {
 
@@ -10,7 +10,7 @@ template <typename T, bool kFp8, int kD>
 cudaError_t launch_gqa_sm90(const TreeVerifyParams& p, const Launch& launch) {
   if constexpr (kD <= 128) {
     using Wide = GqaSm90Traits<T, kFp8, kD, 2>;
-    if (packed_rows(p.max_rows, p.h_q, p.h_kv) > 64)
+    if (packed_rows(p.num_nodes, p.h_q, p.h_kv) > 64)
       return launch_partial<Wide>(gqa_sm90_partial_kernel<Wide>, p, launch);
   }
   using Traits = GqaSm90Traits<T, kFp8, kD, 1>;

@@ -1,8 +1,8 @@
-// Launcher that the instantiations specialize; ../launch.cuh calls it on sm_90.
+// Launches the MLA partial kernel of sm_90. The instantiations specialize it; kernel_launch.cuh calls it.
 #pragma once
 
-#include "../launch.cuh"
-#include "mla_sm90.cuh"
+#include "tree_verify/kernel_launch.cuh"
+#include "tree_verify/sm90/mla_sm90.cuh"
 
 namespace ddtree {
 

@@ -1,4 +1,4 @@
-#include "launch_mla_sm90.cuh"
+#include "tree_verify/sm90/launch_mla_sm90.cuh"
 
 namespace ddtree {
 template cudaError_t launch_mla_sm90<__half, true>(const TreeVerifyParams&, const Launch&);

@@ -1,31 +1,34 @@
-// Tree-verify attention over MLA latents with Hopper's wgmma: what ../mla_partial.cuh computes, for sm_90a only.
+// Tree-verify attention over MLA latents with wgmma. Computes what mla_partial.cuh computes, for sm_90a only.
 //
-// Grid as there: x = M tile of 64 packed rows, y = work item. A block is three warpgroups. The producers gather tiles
-// of 64 latents by slot into two stages; each consumer group owns half of the 512 value dimensions of O, and computes S
-// and P of every other tile for both: group 0 the even tiles (stage 0), group 1 the odd ones (stage 1). P and the
-// running maximum pass from thread t of one group to thread t of the other, which holds the same rows in the same
-// layout, through a mailbox that only these two threads touch; they take turns, so one suffices. While one group is at
-// its softmax, the tensor cores work for the other.
+// The grid is the same: x = M tile of 64 packed rows, y = work item. A block is three warpgroups. The producers gather
+// tiles of 64 latents by slot into two stages. Each of the two consumer groups owns half of the 512 value dimensions of
+// O, and computes S and P of every other tile for both groups: group 0 the even tiles (stage 0), group 1 the odd tiles
+// (stage 1). Thread t of one group passes P and the running maximum to thread t of the other, which holds the same rows
+// in the same layout. They use a mailbox that no other thread touches, and because they take turns, one mailbox per
+// pair is enough. While one group computes its softmax, the tensor cores work for the other.
 //
-// A stage is filled and freed in two parts: part 0 holds the value dimensions of the group that computes S, and the 64
-// dimensions that are no values; part 1 the other group's value dimensions. A group that is done with P V of its own
-// dimensions frees their part, however late the other group is.
+// A stage is filled and freed in two parts. Part 0 holds the value dimensions of the group that computes S and the 64
+// dimensions that are not values. Part 1 holds the other group's value dimensions. A group that has finished P V for
+// its own dimensions frees their part, regardless of the other group's progress.
 //
-// Barriers (mbarrier.cuh): full[stage][0], by the stage's producers ([1] is spare); empty[stage][part], by the warps of
-// the group that owns its value dimensions; posted[group], by the group's threads, P is in the mailbox; meeting, by all
-// consumers, before the first tile and after the last. The producers' writes are ordinary ones to the tensor cores'
-// asynchronous reads: each producer thread waits for its copies, fences, then arrives.
+// Barriers (mbarrier.cuh) and who arrives at them:
+//   full[stage][0]        the stage's producers ([1] is unused)
+//   empty[stage][part]    the warps of the group that owns the part's value dimensions
+//   posted[group]         the group's threads, once P is in the mailbox
+//   meeting               all consumers, before the first tile and after the last
+// The producers write through the generic proxy and the tensor cores read through the async proxy. Each producer thread
+// therefore waits for its copies, fences, then arrives.
 #pragma once
 
-#include "../../common/cp_async.cuh"
-#include "../../common/fp8.cuh"
-#include "../../common/mbarrier.cuh"
-#include "../../common/pdl.cuh"
-#include "../../common/softmax.cuh"
-#include "../../common/wgmma.cuh"
-#include "../epilogue.cuh"
-#include "../traits.h"
-#include "../tree_mask.cuh"
+#include "common/cp_async.cuh"
+#include "common/fp8.cuh"
+#include "common/mbarrier.cuh"
+#include "common/pdl.cuh"
+#include "common/softmax.cuh"
+#include "common/wgmma.cuh"
+#include "tree_verify/epilogue.cuh"
+#include "tree_verify/traits.h"
+#include "tree_verify/tree_mask.cuh"
 
 namespace ddtree {
 
@@ -34,14 +37,20 @@ struct MlaSm90Block {
   const WorkItem& work;
   int m0, tiles;
   uint32_t q, stages, mailbox;  // shared-memory addresses
-  float* q_unscale;             // [kTileM] kScaleQ: what takes a row's q.k back
-  uint32_t barriers;            // full[2][2], empty[2][2], posted[2], meeting
-  __device__ __forceinline__ uint32_t full(int stage, int part) const { return barriers + stage * 16 + part * 8; }
-  __device__ __forceinline__ uint32_t empty(int stage, int part) const { return full(stage, part) + 32; }
-  __device__ __forceinline__ uint32_t posted(int group) const { return barriers + 64 + group * 8; }
-  __device__ __forceinline__ uint32_t meeting() const { return barriers + 80; }
-  // Barrier of the two consumer groups, the time-th of the block. (bar.sync would do, but for synccheck: it objects to
-  // producers that exit meanwhile.)
+  float* q_unscale;             // [kTileM] kScaleQ: factor that undoes the scaling of a row's q.k
+  uint32_t barriers;            // shared-memory address of MlaSm90Barriers
+  __device__ __forceinline__ uint32_t full(int stage, int part) const {
+    return barriers + offsetof(MlaSm90Barriers, full) + stage * 16 + part * 8;
+  }
+  __device__ __forceinline__ uint32_t empty(int stage, int part) const {
+    return barriers + offsetof(MlaSm90Barriers, empty) + stage * 16 + part * 8;
+  }
+  __device__ __forceinline__ uint32_t posted(int group) const {
+    return barriers + offsetof(MlaSm90Barriers, posted) + group * 8;
+  }
+  __device__ __forceinline__ uint32_t meeting() const { return barriers + offsetof(MlaSm90Barriers, meeting); }
+  // Barrier of the two consumer groups; `time` counts its uses in the block. (bar.sync would work too, but synccheck
+  // objects to producers that exit in the meantime.)
   __device__ __forceinline__ void meet(int time) const {
     mbarrier_arrive(meeting());
     mbarrier_wait(meeting(), time & 1);
@@ -52,11 +61,11 @@ __device__ __forceinline__ void store_shared_16(uint32_t to, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// Blocks of 64 dimensions of a part of a stage.
+// The blocks of 64 dimensions that form a part of a stage: their number, and the i-th of them.
 __host__ __device__ constexpr int part_blocks(int part) { return part == 0 ? 5 : 4; }
 __host__ __device__ constexpr int part_block(int stage, int part, int i) { return i == 4 ? 8 : (stage ^ part) * 4 + i; }
 
-// Two warps fill one stage with every other tile, 32 of its tokens each: lane i looks up the slot of token i.
+// Two warps fill one stage with every other tile, 32 tokens each. Lane i looks up the slot of token i.
 template <typename Traits, int kStage>
 __device__ __forceinline__ void mla_sm90_produce(const TreeVerifyParams& p, const MlaSm90Block& block) {
   const int lane = threadIdx.x % 32, token0 = threadIdx.x / 32 % 2 * 32;
@@ -78,9 +87,9 @@ __device__ __forceinline__ void mla_sm90_produce(const TreeVerifyParams& p, cons
         mbarrier_wait(block.empty(kStage, part), parity ^ 1);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const int row = i * 4 + lane / 8, s = __shfl_sync(0xffffffff, slot, row);
+          const int token = i * 4 + lane / 8, s = __shfl_sync(0xffffffff, slot, token);
           const char* const latent = cache + (s < 0 ? 0 : s) * p.k_stride_slot * 2 + lane % 8 * 16;
-          const uint32_t at = to + swizzled(token0 + row, lane % 8);
+          const uint32_t at = to + swizzled(token0 + token, lane % 8);
 #pragma unroll
           for (int d = 0; d < part_blocks(part); ++d) {
             const int b = part_block(kStage, part, d);
@@ -94,13 +103,14 @@ __device__ __forceinline__ void mla_sm90_produce(const TreeVerifyParams& p, cons
       fence_async_proxy();
       mbarrier_arrive(block.full(kStage, 0));
     } else {
-      // Four lanes convert 64 dimensions of one token, through registers: the stages leave no room for the bytes.
-      constexpr int kLoads = 4 * Traits::kBlocks;  // a tile, a thread; kAhead in flight
+      // Four lanes convert 64 dimensions of one token through registers, because the stages leave no room for the
+      // bytes.
+      constexpr int kLoads = 4 * Traits::kBlocks;  // per tile and thread, kAhead of them in flight
       constexpr int kAhead = 10;
       const uint32_t even = to + swizzled(token0 + lane / 4, lane % 4 * 2);
       const uint32_t odd = to + swizzled(token0 + lane / 4, lane % 4 * 2 + 1);
       uint4 bytes[kAhead];
-      // Load i: part 0's blocks of four groups of eight tokens, then part 1's.
+      // Load i takes the blocks of part 0 for four groups of eight tokens, then those of part 1.
       auto part_of = [](int i) { return i < 4 * part_blocks(0) ? 0 : 1; };
       auto group_of = [&](int i) {
         return part_of(i) == 0 ? i / part_blocks(0) : (i - 4 * part_blocks(0)) / part_blocks(1);
@@ -137,7 +147,7 @@ __device__ __forceinline__ void mla_sm90_produce(const TreeVerifyParams& p, cons
       slot = load_slot(tile + 2);
     }
   }
-  if constexpr (!Traits::kFp8) {  // no thread exits with copies in flight
+  if constexpr (!Traits::kFp8) {  // no thread may exit with copies in flight
     cp_async_commit();
     cp_async_wait<0>();
   }
@@ -177,13 +187,13 @@ struct MlaSm90Consumer {
     return needs_mask(block.work.request, p.sliding_window, token_of(tile), Traits::kTileN);
   }
 
-  // A lane a row of the warp's 16 and a half of the tile.
+  // Each lane covers one of the warp's 16 rows and half of the tile.
   __device__ __forceinline__ uint32_t lane_mask(int tile) const {
     const int m = block.m0 + thread / 32 * 16 + lane % 16;
     return tree_mask(p, block.work.request, m / p.h_q, token_of(tile) + lane / 16 * 32);
   }
 
-  // s = Q K^T of a tile in this group's stage, complete on return.
+  // Computes s = Q K^T for the tile in this group's stage. Complete on return.
   __device__ __forceinline__ void scores(uint32_t parity) {
     const uint64_t q = wgmma_descriptor(block.q, 16, kSwizzleAtomBytes);
     const uint64_t k = wgmma_descriptor(block.stages + kGroup * Traits::kTileBytes, 16, kSwizzleAtomBytes);
@@ -206,7 +216,7 @@ struct MlaSm90Consumer {
     wgmma_pin(s);
   }
 
-  // O += P V of this group's dimensions; runs on.
+  // Starts O += P V for this group's dimensions. Still running on return.
   __device__ __forceinline__ void start_values(int stage) {
     const uint64_t v = wgmma_descriptor(block.stages + stage * Traits::kTileBytes + kGroup * 4 * Traits::kBlockBytes,
                                         Traits::kBlockBytes, kSwizzleAtomBytes);
@@ -224,7 +234,8 @@ struct MlaSm90Consumer {
     if (lane == 0) mbarrier_arrive(block.empty(stage, stage ^ kGroup));
   }
 
-  // s to probabilities, relative to the raised maximum, in place; the row sums. Returns what to multiply O by.
+  // Turns s into probabilities in place, relative to the raised maximum, and updates the row sums. Returns the factors
+  // to multiply O by.
   __device__ __forceinline__ float2 softmax(bool masked, uint32_t row_mask) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) s[i] = logit_scale(Traits::kScaleQ ? s[i] * q_unscale[i / 2 % 2] : s[i]);
@@ -271,29 +282,37 @@ struct MlaSm90Consumer {
     }
   }
 
-  // The mailbox: [step][thread] 16 bytes of P, then [thread] the two running maxima.
-  __device__ __forceinline__ uint32_t maxima() const { return block.mailbox + kStepsN * 128 * 16 + thread * 8; }
+  // Shared-memory addresses of this thread's part of the mailbox.
+  __device__ __forceinline__ uint32_t mailed_prob(int step) const {
+    return block.mailbox + offsetof(typename Traits::Mailbox, prob) + (step * 128 + thread) * 16;
+  }
+  __device__ __forceinline__ uint32_t mailed_maxima() const {
+    return block.mailbox + offsetof(typename Traits::Mailbox, maxima) + thread * 8;
+  }
 
   __device__ __forceinline__ void post() {
 #pragma unroll
     for (int step = 0; step < kStepsN; ++step)
-      store_shared_16(block.mailbox + (step * 128 + thread) * 16,
-                      make_uint4(prob[step][0], prob[step][1], prob[step][2], prob[step][3]));
-    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(maxima()), "f"(row_max[0]), "f"(row_max[1]) : "memory");
+      store_shared_16(mailed_prob(step), make_uint4(prob[step][0], prob[step][1], prob[step][2], prob[step][3]));
+    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(mailed_maxima()), "f"(row_max[0]), "f"(row_max[1]) : "memory");
     mbarrier_arrive(block.posted(kGroup));
   }
 
-  // The other group's P and maximum. Returns what to multiply O by: the bits that softmax() returned there.
+  // Takes the other group's P and maximum. Returns the factors to multiply O by, bit for bit what softmax() returned
+  // there.
   __device__ __forceinline__ float2 receive(uint32_t parity) {
     mbarrier_wait(block.posted(kGroup ^ 1), parity);
 #pragma unroll
     for (int step = 0; step < kStepsN; ++step)
       asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
                    : "=r"(prob[step][0]), "=r"(prob[step][1]), "=r"(prob[step][2]), "=r"(prob[step][3])
-                   : "r"(block.mailbox + (step * 128 + thread) * 16)
+                   : "r"(mailed_prob(step))
                    : "memory");
     float raised[2], shrink[2];
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(raised[0]), "=f"(raised[1]) : "r"(maxima()) : "memory");
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
+                 : "=f"(raised[0]), "=f"(raised[1])
+                 : "r"(mailed_maxima())
+                 : "memory");
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       shrink[half] = raised[half] == row_max[half] ? 1.f : fast_exp2(row_max[half] - raised[half]);
@@ -341,7 +360,7 @@ struct MlaSm90Consumer {
         mbarrier_wait(block.full(0, 0), parity);
         rescale(receive(parity));
         start_values(0);
-        const float2 shrink = softmax(masked, row_mask);  // beside the products
+        const float2 shrink = softmax(masked, row_mask);  // overlaps the products
         finish_values(0);
         pack();
         post();
@@ -357,8 +376,8 @@ struct MlaSm90Consumer {
       }
     }
 
-    // Each group summed its own tiles; both end with the same maximum.
-    block.meet(1);  // the mailbox's last reader is done
+    // Each group summed its own tiles. Both end with the same maximum.
+    block.meet(1);  // the last reader of the mailbox has finished
     const uint32_t sums = block.mailbox + thread * 8;
     float other[2];
     asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(sums + kGroup * 1024), "f"(row_sum[0]), "f"(row_sum[1])
@@ -378,7 +397,7 @@ struct MlaSm90Consumer {
   }
 };
 
-// Q's 64 packed rows, zero where no row exists; by the consumers.
+// The consumers load the 64 packed rows of Q, with zeros for rows that do not exist.
 template <typename Traits>
 __device__ __forceinline__ void mla_sm90_load_q(const TreeVerifyParams& p, const MlaSm90Block& block) {
   using T = typename Traits::Element;
@@ -386,10 +405,10 @@ __device__ __forceinline__ void mla_sm90_load_q(const TreeVerifyParams& p, const
 #pragma unroll
   for (int i = 0; i < Traits::kTileM / 32; ++i) {
     const int at = i * 32 + threadIdx.x / 8, chunk = threadIdx.x % 8;
-    const int m = block.m0 + at, row = m / p.h_q;
-    const bool exists = row < request.rows;
+    const int m = block.m0 + at, node = m / p.h_q;
+    const bool exists = node < request.num_nodes;
     const T* from = static_cast<const T*>(p.q) + chunk * 8;
-    if (exists) from += (request.row0 + int64_t(row)) * p.q_stride_t + m % p.h_q * p.q_stride_h;
+    if (exists) from += (request.row0 + int64_t(node)) * p.q_stride_t + m % p.h_q * p.q_stride_h;
     const uint32_t to = block.q + swizzled(at, chunk);
     if constexpr (!Traits::kScaleQ) {
 #pragma unroll
@@ -426,8 +445,10 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     mla_sm90_partial_kernel(const __grid_constant__ TreeVerifyParams p) {
   extern __shared__ __align__(1024) char sm90_smem[];
+  using Storage = typename Traits::Storage;
+  Storage& storage = *reinterpret_cast<Storage*>(sm90_smem);
   const uint32_t base = smem_address(sm90_smem);
-  WorkItem& work = *reinterpret_cast<WorkItem*>(sm90_smem + Traits::kWorkOffset);
+  WorkItem& work = storage.work;
   if (threadIdx.x < 32) {
     const WorkItem found = find_work(p, blockIdx.y);
     if (threadIdx.x == 0) work = found;
@@ -435,11 +456,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   MlaSm90Block block{work,
                      int(blockIdx.x) * Traits::kTileM,
                      0,
-                     base,
-                     base + Traits::kTileBytes,
-                     base + Traits::kMailboxOffset,
-                     reinterpret_cast<float*>(sm90_smem + Traits::kScaleOffset),
-                     base + Traits::kBarrierOffset};
+                     base + uint32_t(offsetof(Storage, q)),
+                     base + uint32_t(offsetof(Storage, stages)),
+                     base + uint32_t(offsetof(Storage, mailbox)),
+                     storage.q_unscale,
+                     base + uint32_t(offsetof(Storage, barriers))};
   if (threadIdx.x == 128) {
     for (int i = 0; i < 2; ++i) {
       for (int part = 0; part < 2; ++part) {
@@ -452,7 +473,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
   allow_dependents();
-  if (work.index < 0 || block.m0 >= work.request.rows * p.h_q) return;
+  if (work.index < 0 || block.m0 >= work.request.num_nodes * p.h_q) return;
   block.tiles = ceil_div(work.end - work.begin, Traits::kTileN);
 
   const int group = threadIdx.x / 128;

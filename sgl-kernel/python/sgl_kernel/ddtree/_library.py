@@ -1,4 +1,4 @@
-"""Loads the op libraries, once, when sgl_kernel.ddtree is imported."""
+"""Loads the op libraries once, when sgl_kernel.ddtree is imported."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ _FOLDER = Path(__file__).resolve().parent
 
 
 def load() -> None:
-    """Registers the ops under torch.ops.sgl_kernel: the CPU keys always, the CUDA keys where torch has CUDA.
+    """Registers the ops under torch.ops.sgl_kernel: always the CPU keys, and the CUDA keys if torch has CUDA.
 
     Raises:
-        ImportError: the CPU library is missing (the package was not built), or torch is older than its stable
-            ABI.
+        ImportError: the CPU library is missing because the package was not built.
+        OSError: torch cannot load a library, for example because it is older than its stable ABI.
     """
     cpu_library = _FOLDER / "_ddtree_cpu.so"
     if not cpu_library.exists():
@@ -21,7 +21,7 @@ def load() -> None:
         )
     torch.ops.load_library(str(cpu_library))
     cuda_library = _FOLDER / "_ddtree_cuda.so"
-    # A build of torch without CUDA lacks libtorch_cuda.so, which the CUDA library needs.
+    # The CUDA library needs libtorch_cuda.so, which a torch built without CUDA lacks.
     if torch.version.cuda is not None and cuda_library.exists():
         torch.ops.load_library(str(cuda_library))
 

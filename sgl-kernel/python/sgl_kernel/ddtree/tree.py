@@ -1,59 +1,63 @@
-"""Ops on the draft tree itself: building it, walking it, and moving what was accepted."""
+"""Ops on the draft tree: building it, walking it, and moving what was accepted.
+
+Shapes use N for num_nodes, D for max_depth, F = D + 1 for block_size and K for the candidates per position.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
 
-_ops = torch.ops.sgl_kernel
+from .ancestors import ancestor_words
 
-MAX_NODES = 256  # N, rows of one tree, the root included: csrc/tree/params.h
-MAX_DEPTH = 32  # L, draft positions
-MAX_CANDIDATES = 32  # K, of a position
+_ops = torch.ops.sgl_kernel
+_Record = TypeVar("_Record", bound="_FixedTensors")
 
 
 class _FixedTensors:
-    """Tensors with the batch first, so that a captured graph can write into them."""
+    """A dataclass of tensors whose first dimension is the batch. A captured graph can write into them."""
 
-    def first(self, b: int):
-        """Views of the first `b` requests."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return type(self)(**{name: None if t is None else t[:b] for name, t in tensors.items()})
+    def first(self: _Record, bs: int) -> _Record:
+        """Returns views of the first `bs` requests."""
+        return type(self)(**{field.name: getattr(self, field.name)[:bs] for field in fields(self)})
 
 
 @dataclass
 class DraftTrees(_FixedTensors):
-    """One draft tree a request, N rows each: row 0 is the root, the bonus token of the step before; rows 1 to
-    sizes - 1 are nodes, parents before children; the rest is padding, which no row is linked to.
+    """One draft tree per request, stored at width N.
+
+    Node 0 is the root, the bonus token of the previous step. Nodes 1 to sizes - 1 follow, parents before children. The
+    rest is padding that no node links to.
     """
 
-    tokens: torch.Tensor  # [b, N] int64; padding: the root's token
-    parents: torch.Tensor  # [b, N] int32, row of the parent; root and padding: -1
-    depths: torch.Tensor  # [b, N] int32; root and padding: 0
-    ancestors: torch.Tensor  # [b, N, words] int64, bit j: row j is an ancestor of the row or the row itself
-    first_child: torch.Tensor  # [b, N] int32, row, or -1; siblings are linked best first
-    next_sibling: torch.Tensor  # [b, N] int32, row, or -1
-    sizes: torch.Tensor  # [b] int32, root and nodes: 1 to N
-    positions: torch.Tensor | None = None  # [b, N] int64, prefix length + depth, where wanted
+    tokens: torch.Tensor  # [bs, N] int64; padding: the root's token
+    parents: torch.Tensor  # [bs, N] int32, node index of the parent; root and padding: -1
+    depths: torch.Tensor  # [bs, N] int32; root and padding: 0
+    ancestors: (
+        torch.Tensor
+    )  # [bs, N, words] int64 ancestor words (see ancestors.py); padding: only its own bit
+    first_child: torch.Tensor  # [bs, N] int32, node index or -1; siblings are linked best first
+    next_sibling: torch.Tensor  # [bs, N] int32, node index or -1
+    sizes: torch.Tensor  # [bs] int32, nodes of each tree: 1 to N
 
     @classmethod
-    def allocate(cls, b: int, rows: int, device: torch.device, positions: bool = False) -> DraftTrees:
-        """Trees for `b` requests of `rows` rows; contents undefined."""
+    def allocate(cls, bs: int, num_nodes: int, device: torch.device | str) -> DraftTrees:
+        """Allocates trees for `bs` requests at width `num_nodes`. Their contents are undefined."""
 
-        def new(*shape, dtype=torch.int32):
+        def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         return cls(
-            tokens=new(b, rows, dtype=torch.int64),
-            parents=new(b, rows),
-            depths=new(b, rows),
-            ancestors=new(b, rows, -(-rows // 64), dtype=torch.int64),
-            first_child=new(b, rows),
-            next_sibling=new(b, rows),
-            sizes=new(b),
-            positions=new(b, rows, dtype=torch.int64) if positions else None,
+            tokens=new(bs, num_nodes, dtype=torch.int64),
+            parents=new(bs, num_nodes),
+            depths=new(bs, num_nodes),
+            ancestors=new(bs, num_nodes, ancestor_words(num_nodes), dtype=torch.int64),
+            first_child=new(bs, num_nodes),
+            next_sibling=new(bs, num_nodes),
+            sizes=new(bs),
         )
 
 
@@ -61,32 +65,28 @@ class DraftTrees(_FixedTensors):
 class Accepted(_FixedTensors):
     """What one step commits for each request."""
 
-    path: (
-        torch.Tensor
-    )  # [b, D] int64, rows of the tree: the root, then the accepted nodes; past the length: 0
+    path: torch.Tensor  # [bs, F] int64, node indices: the root, then the accepted nodes; past the length: 0
     tokens: (
         torch.Tensor
-    )  # [b, D] int64, emitted: the accepted nodes' and then the bonus token; past the length: 0
-    lengths: (
-        torch.Tensor
-    )  # [b] int32, accepted nodes + 1: rows to commit, tokens emitted. Upstream's accept_lens
-    bonus: torch.Tensor  # [b] int64, the last token emitted: the root of the next tree
+    )  # [bs, F] int64, emitted: the accepted nodes', then the bonus token; past the length: 0
+    lengths: torch.Tensor  # [bs] int32, accept length: accepted nodes + 1 (upstream's accept_lens)
+    bonus: torch.Tensor  # [bs] int64, the last emitted token: the root of the next tree
 
     @classmethod
-    def allocate(cls, b: int, depth: int, device: torch.device) -> Accepted:
-        """For `b` requests and paths of at most `depth` rows, the root included; contents undefined."""
+    def allocate(cls, bs: int, block_size: int, device: torch.device | str) -> Accepted:
+        """Allocates for `bs` requests and paths of at most `block_size` nodes. The contents are undefined."""
 
-        def new(*shape, dtype=torch.int64):
+        def new(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        return cls(new(b, depth), new(b, depth), new(b, dtype=torch.int32), new(b))
+        return cls(new(bs, block_size), new(bs, block_size), new(bs, dtype=torch.int32), new(bs))
 
 
 @dataclass(frozen=True)
 class KVBuffers:
-    """Addresses of the buffers of a KV pool, on its device. Made once, outside a capture, with of()."""
+    """Addresses of a KV pool's buffers, stored on its device. Create it with of(), outside any capture."""
 
-    table: torch.Tensor  # [buffers, 3] int64: address, bytes of a slot's row, bytes from a slot to the next
+    table: torch.Tensor  # [buffers, 3] int64: address, bytes of a slot's row, bytes from one slot to the next
     max_row_bytes: int
     tensors: tuple[torch.Tensor, ...]  # keeps the addresses valid
 
@@ -95,17 +95,17 @@ class KVBuffers:
         """Describes buffers whose first dimension is the slot.
 
         Args:
-            buffers: [slots, ...] each, of any dtype and shape, a slot's row contiguous: K and V of every layer
-                (MHA: pool.k_buffer + pool.v_buffer), the latent rows of every layer (MLA: pool.kv_buffer), and
-                scales a slot where a pool has them. All on one device.
+            buffers: tensors [slots, ...] of any dtype and shape, all on one device, with contiguous rows. For MHA: K
+                and V of every layer (pool.k_buffer + pool.v_buffer). For MLA: the latent rows of every layer
+                (pool.kv_buffer). Also the scales per slot, if a pool has them.
 
         Raises:
-            ValueError: no buffer, two devices, or a row that is not contiguous.
+            ValueError: there is no buffer, they are on different devices, or a row is not contiguous.
         """
         buffers = tuple(buffers)
         devices = {buffer.device for buffer in buffers}
         if len(devices) != 1:
-            raise ValueError(f"buffers: expected tensors of one device, got {sorted(map(str, devices))}")
+            raise ValueError(f"buffers: expected tensors on one device, got {sorted(map(str, devices))}")
         rows = []
         for i, buffer in enumerate(buffers):
             if buffer.dim() < 1 or not buffer[:1].is_contiguous():
@@ -127,37 +127,34 @@ def build_trees(
     *,
     log_sum: torch.Tensor | None = None,
     keep_top1_path: bool = False,
-    budget: torch.Tensor | None = None,
-    prefix_lens: torch.Tensor | None = None,
 ) -> DraftTrees:
     """Builds the tree of the most probable prefixes for each request.
 
-    A node at depth d has the score log q_1 + ... + log q_d of its path's tokens (float32, summed from the root
-    down). The tree is the `budget` prefixes that come first when ordered by score, highest first; at equal scores
-    by depth, lowest first; then by the parent's row; then by rank. Rows are numbered in that order. No tree of
-    the same size has a larger sum of prefix probabilities. Candidates of probability 0 (-inf, NaN) are never
-    nodes: a tree can have fewer nodes than the budget, as it has when there are fewer prefixes.
+    A node at depth d has the score log q_1 + ... + log q_d of the tokens on its path (float32, summed from the root
+    down). Nodes are ordered by score, highest first. Ties are broken by lower depth, then by lower index of the parent,
+    then by lower rank. The tree takes the first N - 1 nodes and numbers them in this order. No tree of the same size
+    has a larger sum of prefix probabilities. Candidates of probability 0 (-inf or NaN) never become nodes. A tree is
+    smaller than N if there are too few prefixes.
 
-    The same on the CPU and on CUDA, bit for bit. Can be captured: shapes and keep_top1_path are fixed then, all else is
-    read on the device.
+    The result is the same on the CPU and on CUDA, bit for bit. A capture fixes shapes and keep_top1_path; everything
+    else is read on the device.
 
     Args:
-        candidates: [b, L, K] int64, tokens of each draft position, distinct and best first; L and K up to 32.
-        log_probs: [b, L, K] float32, their log-probabilities, or their logits with log_sum; non-increasing.
-        bonus: [b] int64, the roots' tokens.
-        out: of b requests and N rows, N up to 256, to write into.
-        log_sum: [b, L] float32, logsumexp of each position's logits.
-        keep_top1_path: makes the first candidates of all depths nodes, as many as the budget has, in rows 1, 2, ...;
-            the other nodes are the best of the rest, in the same order. A path accepted along this spine is in
-            its final slots already.
-        budget: [b] int32, most nodes of each tree (clamped to 0 to N - 1); None: N - 1.
-        prefix_lens: [b] int64, positions of the roots: required where out has positions.
+        candidates: [bs, D, K] int64, tokens of each draft position, distinct and best first; D up to MAX_DEPTH, K up to
+            MAX_CANDIDATES.
+        log_probs: [bs, D, K] float32, their log-probabilities, or their logits if log_sum is given; non-increasing.
+        bonus: [bs] int64, the roots' tokens.
+        out: trees of bs requests to write into; N up to MAX_NODES.
+        log_sum: [bs, D] float32, logsumexp of each position's logits.
+        keep_top1_path: makes the first candidate at every depth a node, as far as N allows. This top-1 path has the
+            indices 1, 2, ...; the remaining nodes are the best of the others, in the order above. Tokens accepted along
+            it are already in their final slots.
 
     Returns:
         out.
 
     Raises:
-        ValueError: a wrong dtype, shape, device or layout, by argument name.
+        ValueError: an argument has a wrong dtype, shape, device or layout. The message names it.
 
     Source: DDTree (arXiv 2604.12989), best-first tree construction.
     """
@@ -166,8 +163,6 @@ def build_trees(
         log_probs,
         log_sum,
         bonus,
-        budget,
-        prefix_lens,
         keep_top1_path,
         out.tokens,
         out.parents,
@@ -176,7 +171,6 @@ def build_trees(
         out.first_child,
         out.next_sibling,
         out.sizes,
-        out.positions,
     )
     return out
 
@@ -184,20 +178,20 @@ def build_trees(
 def accept_path(trees: DraftTrees, target: torch.Tensor, out: Accepted) -> Accepted:
     """Walks each tree from the root along the target's tokens.
 
-    At each row the target's token there is emitted. While a child of the row holds that token, the child is accepted
-    and the walk goes on from it; the last token emitted is the bonus token. If the target's tokens are argmaxes or
-    samples, one a row, what is emitted is distributed as plain decoding.
+    Each visited node emits the target's token at that node. If a child holds that token, the walk accepts the child and
+    continues there. The last emitted token is the bonus token. If the target's tokens are argmaxes, or one sample per
+    node, the emitted tokens are distributed as in plain decoding.
 
     Args:
-        trees: of b requests.
-        target: [b, N] int64, the target's token at each row.
-        out: of b requests, to write into. Its D bounds the walk; a tree of depth L needs D = L + 1.
+        trees: trees of bs requests.
+        target: [bs, N] int64, the target's token at each node.
+        out: result for bs requests to write into. Its F limits the walk; a tree of depth D needs F = D + 1.
 
     Returns:
         out.
 
     Raises:
-        ValueError: a wrong dtype, shape, device or layout, by argument name.
+        ValueError: an argument has a wrong dtype, shape, device or layout. The message names it.
     """
     _ops.ddtree_accept(trees.tokens, trees.parents, target, out.path, out.tokens, out.lengths, out.bonus)
     return out
@@ -211,50 +205,29 @@ def commit_path(
     hidden: torch.Tensor | None = None,
     hidden_out: torch.Tensor | None = None,
 ) -> None:
-    """Moves the KV of the accepted rows to the front of their request's slots, in all layers, in one launch.
+    """Moves the KV of the accepted nodes to the front of their request's slots, for all layers in one launch.
 
-    Slot slots[r, i] takes the rows of slot slots[r, path[r, i]] for i < lengths[r]; rows in place already are
-    skipped. Pages need no care: slots are explicit.
+    Slot slots[r, i] takes the row of slot slots[r, path[r, i]] for i < lengths[r]. Rows already in place are skipped.
+    The page size does not matter, because slots are explicit.
 
     Args:
-        path: [b, D] int64, rows of the tree, increasing up to the length (Accepted.path).
-        lengths: [b] int32, rows to commit, up to D (Accepted.lengths).
-        slots: [b, N] int64, slot of each tree row; no slot twice.
-        kv: the pool's buffers; on the device of path.
-        hidden: [b * N, width] of any dtype, the target's hidden states of all rows.
-        hidden_out: [b, D, width] of hidden's dtype: takes those of the path, all D of them (past the length
-            that is row 0, by Accepted.path).
+        path: [bs, F] int64, node indices that increase up to the length (Accepted.path).
+        lengths: [bs] int32, KV rows to commit, up to F (Accepted.lengths).
+        slots: [bs, N] int64, slot of each node; no slot occurs twice.
+        kv: the pool's buffers, on the device of path.
+        hidden: [bs * N, width] of any dtype, the target's hidden states of all nodes.
+        hidden_out: [bs, F, width] of hidden's dtype. Takes the hidden states along all F entries of path; past the
+            length they are the root's.
 
     Raises:
-        ValueError: a wrong dtype, shape, device or layout, by argument name.
+        ValueError: an argument has a wrong dtype, shape, device or layout. The message names it.
     """
     _ops.ddtree_commit(path, lengths, slots, kv.table, kv.max_row_bytes, hidden, hidden_out)
 
 
-def ancestor_depth(ancestors: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Depth of each tree row: how many tokens of the tree stand before it on its own path.
-
-    Args:
-        ancestors: [T, words] int64, contiguous. Bit j of a row's words: node j is an ancestor of the row or
-            the row itself. A row's position is its request's prefix length plus its depth.
-        out: [T] int32 to write into (for graph capture), or None to allocate.
-
-    Returns:
-        [T] int32. The root has depth 0; a row with no bit set has depth -1.
-
-    Raises:
-        ValueError: a wrong dtype, shape, device or layout, by argument name.
-    """
-    if out is None:
-        out = torch.empty(ancestors.shape[:1], dtype=torch.int32, device=ancestors.device)
-    _ops.ddtree_ancestor_depth(ancestors, out)
-    return out
-
-
-# Ops write into their arguments, so under a fake or meta tensor there is nothing to compute.
+# The ops write into their arguments, so there is nothing to compute for fake or meta tensors.
 @torch.library.register_fake("sgl_kernel::ddtree_build")
 @torch.library.register_fake("sgl_kernel::ddtree_accept")
 @torch.library.register_fake("sgl_kernel::ddtree_commit")
-@torch.library.register_fake("sgl_kernel::ddtree_ancestor_depth")
-def _(*args):
+def _(*args: object) -> None:
     return None

@@ -6,18 +6,18 @@
 #include <cstring>
 #include <type_traits>
 
-#include "launch.h"
-#include "launch_typed.h"
+#include "tree_verify/dispatch.h"
+#include "tree_verify/instantiations.h"
 
 namespace ddtree {
 
 namespace {
 
-// Limits of the op, of the grid and of the combine kernel's shared memory.
+// Checks the limits of the op, of the grid and of the combine kernel's shared memory.
 bool is_valid(const TreeVerifyParams& p) {
-  return p.b >= 0 && p.total_rows >= 0 && p.h_kv > 0 && p.h_q > 0 && p.h_q % p.h_kv == 0 && p.max_rows >= 1 &&
-         p.max_rows <= kMaxTreeRows && p.num_splits >= 1 && p.sm_scale > 0.f &&
-         int64_t(p.b) * p.num_splits <= kMaxWorkItems && p.workspace_bytes >= workspace_bytes(p);
+  return p.bs >= 0 && p.total_rows >= 0 && p.h_kv > 0 && p.h_q > 0 && p.h_q % p.h_kv == 0 && p.num_nodes >= 1 &&
+         p.num_nodes <= kMaxNodes && p.num_splits >= 1 && p.sm_scale > 0.f &&
+         int64_t(p.bs) * p.num_splits <= kMaxWorkItems && p.workspace_bytes >= workspace_bytes(p);
 }
 
 template <typename T, bool kFp8>
@@ -31,7 +31,7 @@ cudaError_t dispatch_gqa(const TreeVerifyParams& p, const Launch& launch) {
   }
 }
 
-// Calls f(T{}, bool_constant<fp8>) for the params' types.
+// Calls f(T{}, bool_constant<fp8>) with the types in `p`.
 template <typename F>
 cudaError_t dispatch_types(const TreeVerifyParams& p, F f) {
   const bool fp8 = p.kv_dtype == DType::kFloat8E4M3;
@@ -77,21 +77,21 @@ cudaError_t plan_num_splits(const TreeVerifyParams& p, int* num_splits) {
       fewest = shape;
   }
   if (status != cudaSuccess) return status;
-  const int packed = packed_rows(p.max_rows, p.h_q, p.h_kv);
-  const int64_t tiles = int64_t(p.b) * p.h_kv * ((packed + fewest.tile_m - 1) / fewest.tile_m);
+  const int packed = packed_rows(p.num_nodes, p.h_q, p.h_kv);
+  const int64_t tiles = int64_t(p.bs) * p.h_kv * ((packed + fewest.tile_m - 1) / fewest.tile_m);
   *num_splits = choose_num_splits(tiles, multiprocessors, fewest.blocks_per_multiprocessor);
   return cudaSuccess;
 }
 
 cudaError_t launch_gqa(const TreeVerifyParams& p, cudaStream_t stream) {
   if (!is_valid(p)) return cudaErrorInvalidValue;
-  if (p.b == 0 || p.total_rows == 0) return cudaSuccess;
+  if (p.bs == 0 || p.total_rows == 0) return cudaSuccess;
   return launch(p, false, {stream, nullptr});
 }
 
 cudaError_t launch_mla(const TreeVerifyParams& p, cudaStream_t stream) {
   if (!is_valid(p) || !is_mla(p) || p.h_kv != 1) return cudaErrorInvalidValue;
-  if (p.b == 0 || p.total_rows == 0) return cudaSuccess;
+  if (p.bs == 0 || p.total_rows == 0) return cudaSuccess;
   return launch(p, true, {stream, nullptr});
 }
 

@@ -1,11 +1,11 @@
-// Launchers that the instantiations specialize; launch.cu picks one by type and head size.
+// Configures and launches the partial and combine kernels. The instantiations specialize these templates.
 #pragma once
 
-#include "combine.cuh"
-#include "gqa_partial.cuh"
-#include "launch_typed.h"
-#include "mla_partial.cuh"
-#include "plan.h"
+#include "tree_verify/combine.cuh"
+#include "tree_verify/gqa_partial.cuh"
+#include "tree_verify/instantiations.h"
+#include "tree_verify/mla_partial.cuh"
+#include "tree_verify/plan.h"
 
 namespace ddtree {
 
@@ -15,8 +15,8 @@ namespace ddtree {
     if (status_ != cudaSuccess) return status_; \
   } while (0)
 
-// Launches the kernel with one block a work item (y) and pair of KV head and tile of packed rows (x), x fastest: blocks
-// that run at the same time read neighbouring heads of the same tokens.
+// Launches the kernel with one block per work item (y) and pair of KV head and M tile (x). x varies fastest, so blocks
+// that run at the same time read neighboring heads of the same tokens.
 template <typename Traits, typename Kernel>
 cudaError_t launch_partial(Kernel kernel, const TreeVerifyParams& p, const Launch& launch) {
   constexpr int kTileM = Traits::kTileM;
@@ -27,13 +27,13 @@ cudaError_t launch_partial(Kernel kernel, const TreeVerifyParams& p, const Launc
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&launch.shape->blocks_per_multiprocessor, kernel,
                                                          Traits::kThreads, Traits::kSharedBytes);
   }
-  const int m_tiles = (packed_rows(p.max_rows, p.h_q, p.h_kv) + kTileM - 1) / kTileM;
-  const dim3 grid(p.h_kv * m_tiles, p.b * p.num_splits);
+  const int m_tiles = (packed_rows(p.num_nodes, p.h_q, p.h_kv) + kTileM - 1) / kTileM;
+  const dim3 grid(p.h_kv * m_tiles, p.bs * p.num_splits);
   kernel<<<grid, Traits::kThreads, Traits::kSharedBytes, launch.stream>>>(p);
   return cudaGetLastError();
 }
 
-// The combine kernel as the partial kernel's programmatic dependent: its blocks are set up while the last partials run.
+// Launches combine as the partial kernel's programmatic dependent: its blocks are set up while the last partials run.
 template <typename T, int kD>
 cudaError_t launch_combine(const TreeVerifyParams& p, const Launch& launch) {
   if (p.num_splits == 1 || launch.shape) return cudaSuccess;
@@ -50,7 +50,7 @@ cudaError_t launch_combine(const TreeVerifyParams& p, const Launch& launch) {
     return cudaLaunchKernelEx(&config, combine_few_kernel<T, kD>, p);
   }
   config.gridDim = dim3(p.total_rows, p.h_q, kD / kCombineColumns<kD>);
-  config.dynamicSmemBytes = p.b * p.num_splits * sizeof(float);
+  config.dynamicSmemBytes = p.bs * p.num_splits * sizeof(float);
   return cudaLaunchKernelEx(&config, combine_kernel<T, kD>, p);
 }
 
@@ -65,7 +65,7 @@ cudaError_t launch_gqa_partial(const TreeVerifyParams& p, const Launch& launch) 
 #ifdef DDTREE_SM90
   if (use_sm90()) return launch_gqa_sm90<T, kFp8, kD>(p, launch);
 #endif
-  switch (gqa_tile_m(packed_rows(p.max_rows, p.h_q, p.h_kv), kD)) {
+  switch (gqa_tile_m(packed_rows(p.num_nodes, p.h_q, p.h_kv), kD)) {
     case 16: return launch_gqa_tile<T, kFp8, kD, 16>(p, launch);
     case 64: return launch_gqa_tile<T, kFp8, kD, 64>(p, launch);
     default:
