@@ -1,1 +1,1 @@
-"""The container image: what its stages call (wheels, cuda, prune, info), and its build and test (build, test)."""
+"""The container image: its build (build), and what the stages of docker/Dockerfile run (native, cuda, prune, info)."""
