@@ -31,7 +31,7 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def running_python() -> str:
+def python_tag() -> str:
     """Return the tag that wheels use for the running interpreter, e.g. cp311."""
     return f"cp{sys.version_info.major}{sys.version_info.minor}"
 
@@ -115,7 +115,7 @@ class Pins:
             raise ToolError(
                 f"expected linux on x86_64, the only platform that upstream.toml lists; this is {here}."
             )
-        python = python or running_python()
+        python = python or python_tag()
         listed = [w for w in self.wheels if w.version == version]
         for w in listed:
             if w.python == python:
@@ -185,7 +185,7 @@ def fetch(wheel: Wheel, cache: Path | None = None) -> Path:
     print(f"fetching {wheel.file} ({wheel.size >> 20} MiB)", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=cache) as tmp:
         name = wheel.file.split("-")[0].replace("_", "-")
-        python = wheel.python if wheel.python.startswith("cp") else running_python()  # a pure wheel says py3
+        python = wheel.python if wheel.python.startswith("cp") else python_tag()  # a pure wheel says py3
         pip_download(f"{name}=={wheel.version}", python, wheel.tag, Path(tmp))
         got = Path(tmp, wheel.file)
         if not got.exists():

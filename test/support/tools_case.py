@@ -16,10 +16,10 @@ from unittest import mock
 
 from tools import patchset
 from tools.series import Series
-from tools.upstream import Pins, Release, Wheel, running_python
+from tools.upstream import Pins, Release, Wheel, python_tag
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = running_python()
+PYTHON = python_tag()
 
 UPSTREAM = {
     "sglang/__init__.py": "",
