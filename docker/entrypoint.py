@@ -7,7 +7,7 @@
     health              exit status 0 if the server in this container is healthy, at any address (HEALTHCHECK)
     COMMAND ...         any other command is executed as given
 
-Uses the standard library and the system's Python only, since it also has to run if the server's environment is broken.
+Standard library and the system's Python only: it must also run if the server's environment is broken.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def cache_environment(given: dict[str, str]) -> dict[str, str]:
 
 
 def setting(name: str, arguments: list[str]) -> str | None:
-    """Return the value that sglang.launch_server uses for --NAME: the last in `arguments`, or else its --config's."""
+    """Return the value that sglang.launch_server uses for --NAME: the last, or else its --config's."""
     value = None
     for position, argument in enumerate(arguments):
         if argument == f"--{name}" and position + 1 < len(arguments):
@@ -97,7 +97,7 @@ def setting(name: str, arguments: list[str]) -> str | None:
 
 
 def server_command(arguments: list[str]) -> list[str]:
-    """Return the command that `serve ARGUMENTS` runs. Without a model it serves the image's own, if there is one."""
+    """Return the command that `serve ARGUMENTS` runs. Without a model it serves the image's own, if any."""
     arguments = list(arguments)
     if setting("host", arguments) is None:
         arguments = ["--host", "0.0.0.0", *arguments]

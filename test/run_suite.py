@@ -1,9 +1,9 @@
-"""Runs the test suites. As upstream does, each test file registers itself (register_cpu_ci / register_cuda_ci).
+"""Runs the test suites. Test files register themselves like upstream's: register_cpu_ci, register_cuda_ci.
 
-    .venv/bin/python test/run_suite.py                      all that this host can run: unit, kernel, e2e; on CUDA also gpu
+    .venv/bin/python test/run_suite.py                      all that this host can run (gpu only with CUDA)
     .venv/bin/python test/run_suite.py --suite unit         one suite
     .venv/bin/python test/run_suite.py --list               the files of each suite
-    .venv/bin/python test/run_suite.py --upstream FILE      one of upstream's test files, against the installed package
+    .venv/bin/python test/run_suite.py --upstream FILE      a test file of upstream's, on the installed package
         [--model MODEL]                                     with MODEL in place of upstream's default models
 
 The last line counts the tests: `N passed, N failed, N skipped`.
@@ -60,8 +60,8 @@ def environment() -> dict[str, str]:
     """Return the environment of a test: this interpreter's commands come first on PATH."""
     values = dict(os.environ)
     values["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{values.get('PATH', '')}"
-    # test/ gives `support` and the root gives `tools`, also to the processes that a test starts. sglang and sgl_kernel
-    # must come from site-packages, so the caller's PYTHONPATH is dropped.
+    # test/ gives `support` and the root gives `tools`, also to the processes that a test starts. sglang and
+    # sgl_kernel must come from site-packages, so the caller's PYTHONPATH is dropped.
     values["PYTHONPATH"] = os.pathsep.join(map(str, SHARED))
     values.setdefault("PYTHONUNBUFFERED", "1")
     return values
@@ -139,7 +139,7 @@ runpy.run_path(file, run_name="__main__")
 
 
 def run_upstream(file: Path, model: str, further: list[str]) -> int:
-    """Run one of upstream's test files in an empty folder, so that a checkout around the file is not imported."""
+    """Run one of upstream's test files in an empty folder, so that no checkout around it is imported."""
     if not file.is_file():
         print(f"error: --upstream: expected a test file, got {file}, which does not exist.", file=sys.stderr)
         return 2

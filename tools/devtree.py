@@ -43,8 +43,8 @@ def extract(upstream: Release, folder: Path) -> None:
 def dev(series: Series, pins: Pins, upstream: Release, folder: Path) -> None:
     """Make `folder` a site directory: upstream's files, the patched files, and links to ours.
 
-    Edits to our files are live. Call this again after adding a file or changing a patch. An existing tree is updated
-    file by file, so that a process running from it survives. A new tree appears complete or not at all.
+    Edits to our files are live. Call this again after adding a file or changing a patch. An existing tree is
+    updated file by file, so that processes running from it survive. A new tree appears complete or not at all.
 
     Raises:
         ToolError: the series does not fit, the disk is too small, or `folder` holds something else.

@@ -1,7 +1,7 @@
 """The .dist-info of our distribution: upstream's, with our version, plug-in entry points, licence and notice.
 
-The wheel of the CUDA profile states upstream's dependencies. That of the CPU profile states its own, those that the lock
-files install, so that `pip check` can hold an installation against them.
+The wheel of the CUDA profile states upstream's dependencies. That of the CPU profile states its own, those
+that the lock files install, so that `pip check` can hold an installation against them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def folder(pins: Pins) -> str:
 
 
 def torch_cpu(root: Path) -> str:
-    """Return the CPU profile's torch, e.g. `torch==2.13.0`. Without +cpu: the index's default build serves as well."""
+    """Return the CPU profile's torch, e.g. torch==2.13.0. No +cpu: the index's default build works too."""
     found = re.search(r"(?m)^(torch==[\w.]+)", (root / CPU_REQUIREMENTS[0]).read_text())
     if not found:
         raise ToolError(f"{CPU_REQUIREMENTS[0]}: expected a line torch==VERSION, found none.")

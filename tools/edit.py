@@ -1,4 +1,4 @@
-"""Write a patch by editing upstream's files in a runnable tree: `edit` makes the tree, `export` writes the patch."""
+"""Write a patch by editing a runnable tree of upstream's files: `edit` makes it, `export` reads it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Makes `.venv`: picks the profile, installs its dependencies from the lock files, builds and installs our wheels.
+"""Makes `.venv`: picks the profile, installs the locked dependencies, builds and installs our wheels.
 
     python3 -m tools.environment [--profile auto|cpu|cuda] [--extra test]
 
-`.venv` is a symbolic link to an environment under build/environments/. A new environment is built next to the old one, and
-the link moves only when the new one works, so a failed or interrupted build leaves the old `.venv` usable. An environment
-is reused as long as nothing that it was made from has changed. Standard library only: this runs before `.venv` exists.
+`.venv` is a symbolic link to an environment under build/environments/. A new environment is built next to the
+old one, and the link moves only when the new one works, so a failed or interrupted build leaves the old
+`.venv` usable. An environment is reused as long as nothing that it was made from has changed. Standard
+library only: this runs before `.venv` exists.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SOURCES = (
 NOT_SOURCES = ("tests", "benchmark", "build", "dist", "__pycache__")  # folders
 FREE_BYTES = {"cpu": 7 << 30, "cuda": 25 << 30}  # installed size, downloads and unpacking together
 COST = {"cpu": "3 GB, 3 to 6 minutes", "cuda": "11 GB, 10 to 20 minutes"}  # of one environment
-# What pip and uv print if an index cannot be reached. Without retries, pip only says that it found no version.
+# What pip and uv print if they cannot reach an index. Without retries, pip only says "from versions: none".
 NETWORK_SIGNS = (
     "Retrying (",
     "(from versions: none)",
@@ -122,7 +123,7 @@ def check_compiler() -> None:
 
 
 def source_files() -> list[Path]:
-    """Return the files that an environment is made from, in order. Works in an unpacked archive, without git."""
+    """Return the files that an environment is made from, in order. Needs no git."""
     files = []
     for top in SOURCES:
         path = ROOT / top
@@ -142,8 +143,9 @@ def running_python() -> str:
 def source_digest(profile: str) -> str:
     """Return a digest of what an environment is made from.
 
-    That is the sources, the profile, the Python's ABI, and the place, since an environment cannot be moved. All Pythons of
-    one ABI share an environment: `python3` and `python3.11` of different vendors can run the same packages.
+    That is the sources, the profile, the Python's ABI, and the place, since an environment cannot be moved.
+    All Pythons of one ABI share an environment: `python3` and `python3.11` of different vendors can run the
+    same packages.
     """
     digest = hashlib.sha256(f"{profile} {sysconfig.get_config_var('SOABI')} {ROOT}".encode())
     for file in source_files():
@@ -220,7 +222,7 @@ class Steps:
 
 
 def made_from(folder: Path) -> dict[str, str] | None:
-    """Return the record of a complete environment, or None. An environment is broken without its base interpreter."""
+    """Return the record of a complete environment whose interpreter still exists, or None."""
     try:
         record = json.loads((folder / STAMP).read_text())
     except (OSError, ValueError):
@@ -337,8 +339,8 @@ def _install(folder: Path, profile: str) -> None:
 
     if profile == "cpu":
         steps.say("torch and about 120 packages (3 GB installed)")
-        # pip, not uv: only pip's configuration may say where torch's CPU build is. PIP_INDEX_URL or PIP_FIND_LINKS
-        # names another place. The index's default build works too, but it is larger.
+        # pip, not uv: only pip's configuration may say where torch's CPU build is. PIP_INDEX_URL or
+        # PIP_FIND_LINKS names another place. The index's default build works too, but it is larger.
         steps.run([*pip, "-q", distinfo.torch_cpu(ROOT)], "Installing torch")
         lock = ["--no-deps", "--require-hashes", "-r", "requirements/cpu.lock"]
         steps.run([*uv, *lock], "Installing the CPU profile", cwd=ROOT)

@@ -13,7 +13,7 @@ class ToolError(Exception):
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Turn a ToolError or an OSError (a full disk, a folder that is read-only) into one line and exit status 1.
+    """Turn a ToolError or an OSError (a full disk, a read-only folder) into one line and exit status 1.
 
     Raises:
         SystemExit: the block failed. The sentence is on stderr, without a traceback.

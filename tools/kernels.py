@@ -2,9 +2,10 @@
 
     .venv/bin/python -m tools.kernels [--report FILE]
 
-Uses the installed CUDA toolkit (nvcc on PATH or under CUDA_HOME). If there is none, it uses NVIDIA's toolkit wheels
-(requirements/cuda-toolkit.lock), unpacked into build/. TORCH_CUDA_ARCH_LIST chooses the architectures. The exit status is
-that of sgl-kernel/tools/kernel_report.py: not 0 if a hot kernel spills or needs more shared memory than sm_120 has.
+Uses the installed CUDA toolkit (nvcc on PATH or under CUDA_HOME). If there is none, it uses NVIDIA's toolkit
+wheels (requirements/cuda-toolkit.lock), unpacked into build/. TORCH_CUDA_ARCH_LIST chooses the architectures.
+The exit status is that of sgl-kernel/tools/kernel_report.py: not 0 if a hot kernel spills or needs more
+shared memory than sm_120 has.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def toolkit(python: Path | str = sys.executable, run: Callable[[Command], None] 
         shutil.rmtree(TOOLKIT, ignore_errors=True)
         pip = [python, "-m", "pip", "install", "-q", "--no-deps", "--require-hashes"]
         run([*pip, "--target", TOOLKIT, "-r", lock])
-        # The wheels have the layout of a runtime. A toolkit also has lib64 (for nvcc) and libcudart.so (for the linker).
+        # The wheels have the layout of a runtime. nvcc also needs lib64, and the linker libcudart.so.
         (root / "lib" / "libcudart.so").symlink_to("libcudart.so.13")
         (root / "lib64").symlink_to("lib")
     return root

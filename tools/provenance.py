@@ -40,7 +40,7 @@ class Copy:
 
 
 def essence(text: str) -> list[tuple[int, str]]:
-    """Return the non-trivial lines of `text` with their numbers, without indentation, spacing and diff marks."""
+    """Return the non-trivial lines of `text` with their numbers, without indentation and spacing."""
     out = []
     for number, line in enumerate(text.splitlines(), 1):
         line = " ".join(line.split())

@@ -1,4 +1,4 @@
-"""What `make serve` hides from the server's log unless --log-level is given: lines that no user can act on."""
+"""Lines of the server's log that `make serve` hides unless --log-level is given: no user can act on them."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ def listed(pins: Pins, version: str, cache: Path) -> tuple[Pins, list[Wheel]]:
     """Return `pins` with `version` as the pin. Wheels that upstream.toml lacks are downloaded.
 
     Returns:
-        The new pins, and the wheels that were not listed before. Nobody has vouched for the hashes of these, so the
-        caller must say so.
+        The new pins, and the wheels that were not listed before. Nobody has vouched for the hashes of these,
+        so the caller must say so.
     """
     known = {w.python for w in pins.wheels if w.version == version}
     new = []
@@ -109,7 +109,7 @@ def prepare(series: Series, old: Release, new: Release, folder: Path) -> Workspa
     """Make a repository with three branches.
 
     Returns:
-        The repository. `old` and `new` hold the files that the series changes. `series` has one commit per patch on `old`.
+        The repository. Branches `old` and `new` hold the files; `series` has one commit per patch on `old`.
     """
     if folder.exists():
         raise ToolError(f"{folder} holds a rebase: finish it with --continue, or delete it.")
@@ -147,7 +147,7 @@ def harvest(space: Workspace, series: Series, new: Release) -> list[Patch]:
     """Return the patches as they are on the branch `series` now.
 
     Raises:
-        ToolError: a patch was dropped, does more than add lines, or is now in another symbol than its Seam says.
+        ToolError: a patch was dropped, does more than add lines, or is now in another symbol.
     """
     if (space.folder / ".git/rebase-merge").exists():
         raise ToolError(f"the rebase in {space.folder} is not finished: git rebase --continue there first.")

@@ -114,7 +114,7 @@ class Series:
         """Return `patched` after checking the overlay and the recorded hashes too. Every build calls this.
 
         Raises:
-            ToolError: the series does not fit this release, or a file of ours collides with one of upstream's.
+            ToolError: the series does not fit this release, or our files collide with upstream's.
         """
         self.refuse_collisions(upstream)
         for path, want in self.recorded("pre.sha256").items():
@@ -197,7 +197,7 @@ class Series:
         return {path: sha256(upstream.read(path)) for path in self.touched if path in upstream}
 
     def lock(self, upstream: Release) -> dict[str, str]:
-        """Return the content of seams.lock for this release: a digest per upstream symbol that the patches change."""
+        """Return the content of seams.lock for this release: a digest per symbol that the patches change."""
         out = {}
         for module, name in (seam for patch in self.patches for seam in patch.seams):
             path = module_path(module, upstream.__contains__)
@@ -235,7 +235,7 @@ class Series:
 
 
 def defined(source: bytes) -> set[str]:
-    """Return the names that a module of ours offers: its symbols, and what it assigns or imports at the top."""
+    """Return what a module of ours offers: its symbols, and what it assigns or imports at the top."""
     names = set(symbols(source))
     for node in ast.parse(source).body:
         targets: list[object] = (

@@ -1,10 +1,10 @@
 """Starts the server and prints a command that asks it something, once it can answer.
 
-    .venv/bin/python -m tools.serve [--model-path MODEL] [--port N] [--check] [further flags of sglang.launch_server]
+    .venv/bin/python -m tools.serve [--model-path MODEL] [--port N] [--check] [flags of sglang.launch_server]
 
-Without --model-path it serves the demo model, which it prepares on the first run. Without --log-level it hides the lines
-of the server's log that tools/quiet.py lists; `--log-level debug` shows all of them. --check stops after checking the
-arguments, needs no .venv, and is what `make serve` does before it installs anything.
+Without --model-path it serves the demo model, which it prepares on the first run. Without --log-level it
+hides the lines of the server's log that tools/quiet.py lists; `--log-level debug` shows all of them. --check
+stops after checking the arguments, needs no .venv, and is what `make serve` does before it installs anything.
 """
 
 from __future__ import annotations

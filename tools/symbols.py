@@ -1,4 +1,4 @@
-"""What a Python module defines, function by function, with a digest of each that does not depend on layout."""
+"""What a Python module defines, function by function, each with a digest that ignores the layout."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Symbol:
 def symbols(source: bytes | str) -> dict[str, Symbol]:
     """Map `Class.method`, `function`, `Class` and `<module>` to their Symbol.
 
-    A function inside a function belongs to the outer one. A name that is defined twice (a property's setter, an
-    overload, the two arms of an `if`) is one symbol with two spans.
+    A function inside a function belongs to the outer one. A name that is defined twice (a property's setter,
+    an overload, the two arms of an `if`) is one symbol with two spans.
 
     Raises:
         SyntaxError: the source is not Python.
@@ -36,7 +36,7 @@ def symbols(source: bytes | str) -> dict[str, Symbol]:
     found: dict[str, list[tuple[str, int, int]]] = {}
 
     def dump(node: object, scope: tuple[str, ...] | None) -> str:
-        """Text of `node`. scope: the enclosing classes, or None inside a function, whose inner functions stay in it."""
+        """Text of `node`. scope: the enclosing classes, or None inside a function."""
         if isinstance(node, list):
             return f"[{','.join(dump(n, scope) for n in node)}]"
         if not isinstance(node, ast.AST):
@@ -50,7 +50,7 @@ def symbols(source: bytes | str) -> dict[str, Symbol]:
         return fields(node, scope)
 
     def fields(node: ast.AST, scope: tuple[str, ...] | None) -> str:
-        # Newer Pythons add fields (type_params). The digest must not change with them, so empty fields are left out.
+        # Newer Pythons add fields (type_params). Leaving empty ones out keeps the digest the same.
         inner = (f"{k}={dump(v, scope)}" for k, v in ast.iter_fields(node) if v is not None and v != [])
         return f"{type(node).__name__}({','.join(inner)})"
 

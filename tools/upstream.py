@@ -155,7 +155,7 @@ def pip_download(requirement: str, python: str, tag: str, folder: Path) -> None:
         raise ToolError(
             f"{sys.executable} has no pip to fetch {requirement}: run `python -m ensurepip`, {where}."
         )
-    # Without a network, pip retries and finally says "No matching distribution". Only the retries give it away.
+    # Without a network, pip also ends in "No matching distribution". Only its retries tell the difference.
     signs = ("Retrying (", "Connection", "ProxyError", "SSLError", "timed out")
     if any(sign in done.stdout for sign in signs):
         raise ToolError(

@@ -1,7 +1,7 @@
 """Builds the cpu image from scratch, without a Docker engine, and serves from it like a deployment would.
 
-The first container is locked down: read-only, no capabilities, an arbitrary uid. The second one may write anywhere, and the
-test lists what it wrote.
+The first container is locked down: read-only, no capabilities, an arbitrary uid. The second one may write
+anywhere, and the test lists what it wrote.
 """
 
 import json

@@ -63,7 +63,7 @@ Test: test/unit/test_tools_patches.py
 
 
 def register_cpu_ci(est_time: float, suite: str) -> None:
-    """Upstream's collect_tests reads the call from the source. This stand-in lets the file run without sglang."""
+    """Stand in for upstream's function, whose calls collect_tests reads from the source, without sglang."""
 
 
 def make_wheel(folder: Path, version: str, files: dict[str, str]) -> Wheel:
@@ -125,7 +125,7 @@ class ToolsCase(unittest.TestCase):
         self.patchset("refresh")
 
     def patchset(self, *args: object, status: int = 0, **env: str) -> str:
-        """Run the command line on the checkout; return what it prints. status: the exit status that it must have."""
+        """Run the command line on the checkout, which must exit with `status`; return what it prints."""
         said = io.StringIO()
         with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(self.cache.parent)} | env):
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -137,7 +137,7 @@ class ToolsCase(unittest.TestCase):
         return said.getvalue()
 
     def refused(self, *args: object, says: str, **env: str) -> None:
-        """Run the command line, which must fail with one sentence that contains `says`, and change nothing."""
+        """Run the command line, which must fail with one sentence that has `says` in it and change nothing."""
         before = self.snapshot()
         said = self.patchset(*args, status=1, **env)
         sentences = [line for line in said.splitlines() if not line.startswith("fetching ")]

@@ -1,4 +1,4 @@
-"""What `make install` and `make serve` refuse, say and hide, and that a failure leaves the old environment usable."""
+"""What `make install` and `make serve` refuse, say and hide. A failure leaves the old environment usable."""
 
 import importlib.metadata
 import io
@@ -170,7 +170,7 @@ class TestEnvironment(CustomTestCase):
             before = now
 
     def commands(self, profile):
-        """Return the commands that make an environment of `profile`, and the variables that each of them gets."""
+        """Return the commands that make an environment of `profile`, and the variables that each one gets."""
         ran = []
         folder = self.root / "new"
         (folder / "wheels").mkdir(parents=True)
@@ -382,7 +382,7 @@ class TestServe(CustomTestCase):
         serve.check_model("s3://bucket/folder/model")
 
     def run_server(self, *further):
-        """Serve with a server that prints NOISE, press Ctrl-C when it is ready; return (command, port, output)."""
+        """Run a server that prints NOISE, press Ctrl-C when it is ready; return (command, port, output)."""
         port, started, handlers = free_port(), [], {}
         popen = subprocess.Popen
 

@@ -1,4 +1,4 @@
-"""The patch series and the overlay: what is accepted, what is refused with one sentence, without changing anything."""
+"""The patch series and the overlay: what is accepted, and what is refused without changing anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carrying a series to another release: with the real 0.5.22 and 0.5.23, and with everything that can go wrong."""
+"""Carrying a series to another release: the real 0.5.22 and 0.5.23, and everything that can go wrong."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class TestRealReleases(Rebase):
         self.assertFalse((self.root / "build/rebase").exists())
 
     def test_conflict_is_resolved_by_hand(self):
-        # Line 959 of 0.5.22's model_runner.py is rewritten in 0.5.23: git cannot say where a line after it belongs.
+        # 0.5.23 rewrites line 959 of 0.5.22's model_runner.py, so git cannot place a line after it.
         seam = "sglang.srt.model_executor.model_runner:ModelRunner.alloc_memory_pool"
         self.add_at("cpu/plugins.patch", ("sglang.srt.plugins:load_plugins", None), indent=" " * 4)
         self.add_at("graph/pool.patch", (seam, 959))

@@ -1,4 +1,4 @@
-"""The wheel that `pip install .` builds: upstream's files, ours, nothing else, and the same bytes each time."""
+"""The wheel that `pip install .` builds: upstream's files, ours, nothing else, the same bytes each time."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The container image: its build (build), and what the stages of docker/Dockerfile run (native, cuda, prune, info)."""
+"""The container image: build makes it; the stages of docker/Dockerfile run native, cuda, prune and info."""

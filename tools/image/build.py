@@ -2,8 +2,8 @@
 
     python3 -m tools.image.build cpu|cuda [--store FOLDER] [--record FILE] [--kernels FOLDER]
 
-Needs root, and Debian's buildah, podman, runc, debootstrap and fuse-overlayfs. debootstrap makes the base image from the
-mirror that this host's apt uses, unless BASE_IMAGE names another image. Standard library only.
+Needs root, and Debian's buildah, podman, runc, debootstrap and fuse-overlayfs. debootstrap makes the base
+image from the mirror that this host's apt uses, unless BASE_IMAGE names another image. Standard library only.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m tools.image.cuda ROOT          ROOT: site-packages/nvidia/cu13
 
-nvcc looks for lib64, and linkers look for libcudart.so. Kernels that are compiled at first use link with -lcuda, which
-needs a stub on a machine without a driver.
+nvcc looks for lib64, and linkers look for libcudart.so. Kernels that are compiled at first use link with
+-lcuda, which needs a stub on a machine without a driver.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CUDA_ERROR_STUB_LIBRARY = 34  # every function of NVIDIA's own stub returns this
 
 
 def driver_functions(header: str) -> list[str]:
-    """Return the names of the driver API's functions in the text of cuda.h, including renamed ones (cuMemAlloc_v2)."""
+    """Return the driver API's functions in the text of cuda.h, including renamed ones (cuMemAlloc_v2)."""
     declared = re.findall(r"\bCUDAAPI\s+(cu[A-Z]\w*)\s*\(", header)
     renamed = re.findall(r"(?m)^\s*#\s*define\s+cu[A-Z]\w*\s+(cu[A-Z]\w*)\s*$", header)
     return sorted({*declared, *renamed})

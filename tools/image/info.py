@@ -30,12 +30,12 @@ def build_info(target: str, architectures: str = "") -> dict[str, str]:
 
     Args:
         target: the stage of docker/Dockerfile, 'cpu' or 'cuda'.
-        architectures: that our kernels are compiled for, written as in TORCH_CUDA_ARCH_LIST; empty for the CPU.
+        architectures: of our kernels, written as in TORCH_CUDA_ARCH_LIST; empty for the CPU.
 
     Returns:
         version, upstream, target and architectures.
         patchset: the sha256 of the patches and of our modules.
-        build_id: changes with everything that the image is made from. The image's caches are in a folder of this name.
+        build_id: depends on everything that the image is made from, and names its folder of caches.
     """
     pins = Pins.load()
     sources = source_files()

@@ -2,9 +2,9 @@
 
     python -m tools.image.prune SITE_PACKAGES LIST REPORT
 
-Before it removes anything, it searches every Python file and shared library that stays for the names by which the file
-could import, open or link what goes. A file that the list does not name stops the build. The report is JSON with one
-record per rule: verb, paths, reason, importers, bytes saved.
+Before it removes anything, it searches every Python file and shared library that stays for the names by which
+the file could import, open or link what goes. A file that the list does not name stops the build. The report
+is JSON with one record per rule: verb, paths, reason, importers, bytes saved.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def matches(site: Path, patterns: list[str]) -> list[Path]:
 
 
 def texts(site: Path, gone: set[Path]) -> Iterator[tuple[str, bytes]]:
-    """Yield (path in `site`, content) of each Python file and shared library that is not in or under `gone`."""
+    """Yield (path in `site`, content) of each Python file and shared library outside `gone`."""
     for top, folders, files in os.walk(site):
         folders[:] = [name for name in folders if Path(top, name) not in gone]
         for name in files:
@@ -120,7 +120,7 @@ def prune(site: Path, rules: dict[str, list[Rule]]) -> list[Rule]:
 
 
 def link_copies(site: Path) -> Rule:
-    """Link files that have the same content and mode, since wheels cannot hold links; return the report's record."""
+    """Link files of the same content and mode, since wheels cannot hold links; return the report's record."""
     by_size: dict[tuple[int, int], list[Path]] = {}
     for top, _, files in os.walk(site):
         for name in files:
