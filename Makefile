@@ -66,9 +66,11 @@ image-test: ## build the cpu image from scratch, serve from it and check it (as 
 	@$(PYTHON) -m tools.environment --profile $(PROFILE) --extra test
 	@.venv/bin/python test/run_suite.py --suite image
 
+# Build and test tools share an environment with the CPU profile, so they must agree with its versions.
 lock: ## write requirements/*.lock from requirements/*.in
 	@for name in cpu build test cuda-toolkit cuda image; do \
 	  uv pip compile requirements/$$name.in --generate-hashes $$([ $$name = cpu ] && echo --no-deps) \
+	    $$([[ $$name =~ ^(build|test)$$ ]] && echo --constraint requirements/cpu.in) \
 	    $$([ $$name = cuda ] && echo --no-emit-package sglang) --python-version 3.11 \
 	    --python-platform $$([ $$name = cuda ] && echo x86_64-manylinux_2_36 || echo x86_64-unknown-linux-gnu) \
 	    -q --no-annotate --no-header \

@@ -18,12 +18,14 @@ from collections import namedtuple
 from pathlib import Path
 from unittest import mock
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from tools import demo_model, environment, quiet, serve
+from tools import demo_model, distinfo, environment, quiet, serve
 from tools.errors import ToolError
-from tools.upstream import ROOT
+from tools.upstream import ROOT, Pins
 
 register_cpu_ci(est_time=20, suite="unit")
 
@@ -227,6 +229,21 @@ class TestEnvironment(CustomTestCase):
         self.assertEqual((self.root / ".venv").resolve(), old.resolve())
         self.assertTrue((self.root / ".venv" / "works").exists())
         self.assertEqual([old.name], [p.name for p in environment.ENVIRONMENTS.iterdir()])
+
+    @unittest.skipUnless(importlib.metadata.version("sglang-kernel").endswith("+cpu"), "not the CPU profile")
+    def test_the_cpu_profile_is_complete_without_the_build_tools(self):
+        """The cpu image has neither build tools nor pip, so requirements/cpu.in must hold all that others need."""
+        pins = Pins.load()
+        profile = {Requirement(line).name for line in distinfo.cpu_requirements(ROOT, pins)} | {"sglang"}
+        profile = {canonicalize_name(name) for name in profile}
+        missing = []
+        for name in profile:
+            for line in importlib.metadata.requires(name) or ():
+                needed = Requirement(line)
+                applies = needed.marker is None or needed.marker.evaluate({"extra": ""})
+                if applies and canonicalize_name(needed.name) not in profile:
+                    missing.append(f"{name} needs {needed}")
+        self.assertEqual(missing, [])
 
     def test_it_says_what_it_installs_and_why(self):
         def said(digest, version):
