@@ -20,9 +20,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 from tools import distinfo, kernels
+from tools.commands import Command, pip_wheel
 from tools.errors import ToolError, exit_on_error
 from tools.upstream import ROOT, Pins
 
@@ -168,7 +170,7 @@ class Steps:
 
     def run(
         self,
-        command: kernels.Command,
+        command: Command,
         what: str,
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
@@ -306,42 +308,44 @@ def _link(folder: Path) -> None:
     os.replace(fresh, LINK)
 
 
+def _pip(folder: Path) -> list[str | Path]:
+    return [folder / "bin" / "python", "-m", "pip", "install", "--no-input", "-q"]
+
+
 def _uv(folder: Path) -> list[str | Path]:
     return [folder / "bin" / "uv", "pip", "install", "--python", folder / "bin" / "python"]
 
 
 def _install(folder: Path, profile: str) -> None:
     steps = Steps(total=5, log=LOG)
-    python, scripts = folder / "bin" / "python", folder / "bin"
-    pip: list[str | Path] = [python, "-m", "pip", "install", "--no-input"]
-    uv = _uv(folder)
-
+    python = folder / "bin" / "python"
     steps.say(f"Environment for the {profile} profile, Python {running_python()}")
     steps.run([sys.executable, "-m", "venv", folder], "Making the virtual environment")
-    steps.run([*pip, "-q", UV], "Installing uv")
+    steps.run([*_pip(folder), UV], "Installing uv")
 
     steps.say(f"SGLang {SGLANG}: the pinned wheel, our patches and modules")
-    wheels = folder / "wheels"
-    build: list[str | Path] = [
-        python,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        wheels,
-    ]
     settings = f"--config-settings=profile={profile}"
-    steps.run([*build, settings, "."], "Building the sglang wheel", cwd=ROOT)
-    wheel = next(wheels.glob("sglang-*.whl"))
+    wheels = folder / "wheels"
+    steps.run([*pip_wheel(python, wheels), settings, "."], "Building the sglang wheel", cwd=ROOT)
+    _install_packages(steps, folder, profile, next(wheels.glob("sglang-*.whl")))
 
+    steps.say("our kernels (sgl-kernel)")
+    _install_kernels(steps, folder, profile)
+
+    steps.say("Checking that it starts")
+    if profile == "cpu":  # we chose all of its versions; upstream chose those of the CUDA profile
+        steps.run([python, "-m", "pip", "check"], "Checking the versions of the packages")
+    code = "import sglang, sglang.srt.server_args, sgl_kernel.ddtree; print('sglang', sglang.__version__)"
+    steps.run([python, "-c", code], "Importing sglang", cwd=folder)
+
+
+def _install_packages(steps: Steps, folder: Path, profile: str, wheel: Path) -> None:
+    uv = _uv(folder)
     if profile == "cpu":
         steps.say("torch and about 120 packages (3 GB installed)")
         # pip, not uv: only pip's configuration may say where torch's CPU build is. PIP_INDEX_URL or
         # PIP_FIND_LINKS names another place. The index's default build works too, but it is larger.
-        steps.run([*pip, "-q", distinfo.torch_cpu(ROOT)], "Installing torch")
+        steps.run([*_pip(folder), distinfo.torch_cpu(ROOT)], "Installing torch")
         lock = ["--no-deps", "--require-hashes", "-r", "requirements/cpu.lock"]
         steps.run([*uv, *lock], "Installing the CPU profile", cwd=ROOT)
         steps.run([*uv, "--no-deps", wheel], "Installing the sglang wheel")
@@ -351,24 +355,19 @@ def _install(folder: Path, profile: str) -> None:
     lock = ["--require-hashes", "-r", "requirements/build.lock"]
     steps.run([*uv, *lock], "Installing the build tools", cwd=ROOT)
 
-    steps.say("our kernels (sgl-kernel)")
-    own: list[str | Path] = [*pip, "-q", "--no-deps", "--no-build-isolation"]
+
+def _install_kernels(steps: Steps, folder: Path, profile: str) -> None:
+    scripts = folder / "bin"
+    pip = [*_pip(folder), "--no-deps", "--no-build-isolation"]
     if profile == "cpu":
-        steps.run([*own, "./sgl-kernel/cpu_stub"], "Installing the CPU stub of sglang-kernel", cwd=ROOT)
+        steps.run([*pip, "./sgl-kernel/cpu_stub"], "Installing the CPU stub of sglang-kernel", cwd=ROOT)
         cuda, environment = "OFF", {"PATH": f"{scripts}:{os.environ.get('PATH', '')}"}
     else:  # ON, not AUTO: a GPU server is useless without them
-        home = kernels.toolkit(python, lambda command: steps.run(command, "Downloading NVIDIA's compiler"))
+        download = partial(steps.run, what="Downloading NVIDIA's compiler")
+        home = kernels.toolkit(scripts / "python", download)
         cuda, environment = "ON", kernels.compiler_environment(home, scripts)
     settings = f"--config-settings=cmake.define.DDTREE_CUDA={cuda}"
-    steps.run([*own, settings, "./sgl-kernel"], "Building our kernels", cwd=ROOT, env=environment)
-
-    steps.say("Checking that it starts")
-    if (
-        profile == "cpu"
-    ):  # every version is ours to choose here; upstream answers for those of the CUDA profile
-        steps.run([python, "-m", "pip", "check"], "Checking the versions of the packages")
-    code = "import sglang, sglang.srt.server_args, sgl_kernel.ddtree; print('sglang', sglang.__version__)"
-    steps.run([python, "-c", code], "Importing sglang", cwd=folder)
+    steps.run([*pip, settings, "./sgl-kernel"], "Building our kernels", cwd=ROOT, env=environment)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,33 +15,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from tools.errors import ToolError, exit_on_error
+from tools.commands import Command, run_checked
+from tools.errors import exit_on_error
 from tools.upstream import ROOT
 
 BUILD = ROOT / "build" / "sgl-kernel"
 TOOLKIT = ROOT / "build" / "cuda-toolkit"
-
-
-Command = Sequence[str | Path]
-
-
-def run_checked(command: Command, environment: dict[str, str] | None = None, quiet: bool = False) -> None:
-    """Run `command`.
-
-    Args:
-        command: the words.
-        environment: replaces this process's.
-        quiet: whether to drop what it prints to stdout.
-
-    Raises:
-        ToolError: it failed. Its own output says why.
-    """
-    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL if quiet else None)
-    if done.returncode:
-        raise ToolError(f"{command[0]} failed (exit status {done.returncode}): see its output above.")
 
 
 def toolkit(python: Path | str = sys.executable, run: Callable[[Command], None] = run_checked) -> Path:

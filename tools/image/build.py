@@ -21,9 +21,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tools.commands import run_checked
 from tools.errors import ToolError, exit_on_error
 from tools.image.info import build_info
-from tools.kernels import run_checked
 from tools.upstream import ROOT
 
 COMMANDS = ("buildah", "debootstrap", "podman", "runc", "tar")  # each in the Debian package of its name

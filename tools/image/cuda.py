@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tools.commands import run_checked
 from tools.errors import ToolError, exit_on_error
-from tools.kernels import run_checked
 
 CUDA_ERROR_STUB_LIBRARY = 34  # every function of NVIDIA's own stub returns this
 

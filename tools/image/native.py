@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from tools import kernels
+from tools.commands import pip_wheel, run_checked
 from tools.errors import ToolError, exit_on_error
 from tools.upstream import ROOT
 
@@ -43,31 +44,21 @@ def build(profile: str, out: Path) -> None:
         ToolError: a build failed. Its own output says why.
     """
     out.mkdir(parents=True, exist_ok=True)
-    wheel: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        out,
-    ]
+    wheel = pip_wheel(sys.executable, out)
     environment = dict(os.environ)
     scripts = Path(sys.executable).parent
     if profile == "cpu":
         environment["PATH"] = f"{scripts}:{environment['PATH']}"
-        kernels.run_checked([*wheel, ROOT / "sgl-kernel" / "cpu_stub"], environment)
+        run_checked([*wheel, ROOT / "sgl-kernel" / "cpu_stub"], environment)
     else:
         with tempfile.NamedTemporaryFile("w", suffix=".lock") as pins:
             pins.write(locked(ROOT / "requirements" / "cuda.lock", "torch"))
             pins.flush()
             pip = [sys.executable, "-m", "pip", "install", "-q", "--no-cache-dir", "--no-deps"]
-            kernels.run_checked([*pip, "--require-hashes", "-r", pins.name])
+            run_checked([*pip, "--require-hashes", "-r", pins.name])
         environment |= kernels.compiler_environment(kernels.toolkit(), scripts)
     setting = f"--config-settings=cmake.define.DDTREE_CUDA={'ON' if profile == 'cuda' else 'OFF'}"
-    kernels.run_checked([*wheel, setting, ROOT / "sgl-kernel"], environment)
+    run_checked([*wheel, setting, ROOT / "sgl-kernel"], environment)
     print("built", *sorted(path.name for path in out.glob("*.whl")))
 
 

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tools.commands import run_checked
 from tools.errors import ToolError, exit_on_error
-from tools.kernels import run_checked
 
 Rule = dict[str, Any]  # one table of the list; in the report, with verb and bytes
 
