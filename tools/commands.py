@@ -28,5 +28,5 @@ def run_checked(command: Command, environment: dict[str, str] | None = None, qui
 
 
 def pip_wheel(python: str | Path, out: Path) -> list[str | Path]:
-    """Return the start of a command that builds one of our wheels into `out` with what `python` has installed."""
+    """Return the start of a command that builds a wheel of ours into `out` with the packages of `python`."""
     return [python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out]

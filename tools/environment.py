@@ -50,7 +50,8 @@ SOURCES = (
 )
 NOT_SOURCES = ("tests", "benchmark", "build", "dist", "__pycache__")  # folders
 FREE_BYTES = {"cpu": 7 << 30, "cuda": 25 << 30}  # installed size, downloads and unpacking together
-COST = {"cpu": "3 GB, 3 to 6 minutes", "cuda": "11 GB, 10 to 20 minutes"}  # of one environment
+# Of one environment, on two cores.
+COST = {"cpu": "3 GB, 3 to 6 minutes", "cuda": "11 GB, plus the time to compile our kernels"}
 # What pip and uv print if they cannot reach an index. Without retries, pip only says "from versions: none".
 NETWORK_SIGNS = (
     "Retrying (",

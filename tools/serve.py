@@ -149,7 +149,7 @@ def server_command(model: str | None, host: str, port: int, further: list[str]) 
         folder = demo_model.prepare(demo_model.default_folder())
         command += ["--model-path", str(folder), "--served-model-name", folder.name, *speculation(further)]
         return command + further, folder.name
-    return [*command, "--model-path", model, *further], model
+    return [*command, "--model-path", os.path.expanduser(model), *further], model
 
 
 class Output:
