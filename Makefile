@@ -5,33 +5,42 @@ PORT ?= 30000
 MODEL ?=
 ARGS ?=
 SUITE ?= default
+TARGET ?= cuda
+RECORD ?=
 
-# A pipe fails with its first command: outside git there would be no file to lint, and all would seem well.
+# pipefail: otherwise a failing `git ls-files` lints nothing and reports success.
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
 .DEFAULT_GOAL := help
-TARGET ?= cuda
 
-.PHONY: help install serve test lint kernels wheel dev lock check image image-test clean
+.PHONY: help install serve test lint linters kernels wheel dev lock check image image-test clean
 
-help: ## this list
+SERVE = -m tools.serve --port "$(PORT)" $(if $(MODEL),--model-path "$(MODEL)") $(ARGS)
+
+help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: ## make .venv: the profile (PROFILE=cpu|cuda), our kernels and the patched SGLang
 	@$(PYTHON) -m tools.environment --profile $(PROFILE)
 
-serve: install ## serve the demo model, or MODEL=...; ARGS="..." go to sglang.launch_server, PORT=30000
-	@.venv/bin/python -m tools.serve --port $(PORT) $(if $(MODEL),--model-path $(MODEL)) $(ARGS)
+serve: ## serve the demo model, or MODEL=...; ARGS="..." go to sglang.launch_server, PORT=30000
+	@$(PYTHON) $(SERVE) --check
+	@$(PYTHON) -m tools.environment --profile $(PROFILE)
+	@.venv/bin/python $(SERVE)
 
-test: ## all tests that this host can run (SUITE=unit|e2e|... for one suite)
+test: ## run all tests that this host can run (SUITE=unit|e2e|... for one suite)
 	@$(PYTHON) -m tools.environment --profile $(PROFILE) --extra test
 	@.venv/bin/python test/run_suite.py --suite $(SUITE)
 
-lint: ## ruff, clang-format, shellcheck and the patch rules
+lint: ## run all linters: ruff, mypy, clang-format, shellcheck, hadolint and the patch rules
 	@$(PYTHON) -m tools.environment --profile $(PROFILE) --extra test
+	@$(MAKE) --no-print-directory linters
+
+linters: # the linters alone, on an existing .venv; the pre-commit hook runs this
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
 	@git ls-files '*.h' '*.cuh' '*.cu' '*.cc' | xargs .venv/bin/clang-format --dry-run --Werror
 	@git ls-files '*.sh' .ci/run | xargs .venv/bin/shellcheck --severity=warning
 	@.venv/bin/hadolint docker/Dockerfile
@@ -41,10 +50,10 @@ kernels: ## compile our kernels for sm_90, sm_100 and sm_120; report registers, 
 	@$(PYTHON) -m tools.environment --profile $(PROFILE) --extra test
 	@.venv/bin/python -m tools.kernels
 
-check: ## patches and pins against the pinned upstream wheels
+check: ## check patches and pins against the pinned upstream wheels
 	@$(PYTHON) -m tools.patchset check
 
-wheel: ## dist/sglang-*.whl for this Python
+wheel: ## build dist/sglang-*.whl for this Python
 	@$(PYTHON) -m tools.patchset build dist
 
 dev: ## assemble build/dev with our files as links: PYTHONPATH=build/dev runs what you edit
@@ -57,9 +66,11 @@ image-test: ## build the cpu image from scratch, serve from it and check it (as 
 	@$(PYTHON) -m tools.environment --profile $(PROFILE) --extra test
 	@.venv/bin/python test/run_suite.py --suite image
 
+# Build and test tools share an environment with the CPU profile, so they must agree with its versions.
 lock: ## write requirements/*.lock from requirements/*.in
 	@for name in cpu build test cuda-toolkit cuda image; do \
 	  uv pip compile requirements/$$name.in --generate-hashes $$([ $$name = cpu ] && echo --no-deps) \
+	    $$([[ $$name =~ ^(build|test)$$ ]] && echo --constraint requirements/cpu.in) \
 	    $$([ $$name = cuda ] && echo --no-emit-package sglang) --python-version 3.11 \
 	    --python-platform $$([ $$name = cuda ] && echo x86_64-manylinux_2_36 || echo x86_64-unknown-linux-gnu) \
 	    -q --no-annotate --no-header \

@@ -1,13 +1,13 @@
 #!/usr/bin/python3 -I
-"""The image's entry point: what to run, with every cache under /cache, and a clean end.
+"""The image's entry point: runs a command with every cache under /cache, and ends cleanly.
 
     serve [ARGUMENTS]   sglang.launch_server, on all interfaces unless --host says otherwise
     -FLAG ...           the same: `docker run IMAGE --model-path ...`
     check-env [--json]  python -m sglang.srt.environment_check
-    health              exit status 0 if the server in this container is well, wherever it is bound (HEALTHCHECK)
-    COMMAND ...         anything else is executed as it is
+    health              exit status 0 if the server in this container is healthy, at any address (HEALTHCHECK)
+    COMMAND ...         any other command is executed as given
 
-Standard library and the system's Python only: it starts before, and beside, the server.
+Standard library and the system's Python only: it must also run if the server's environment is broken.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ BUILD = Path("/usr/share/sglang/build.json")
 CACHE = Path("/cache")
 PROC = Path("/proc")
 SERVERS = ("sglang.launch_server", "sglang.srt.entrypoints.http_server")
-HEALTH_SECONDS = 25  # upstream's own /health waits up to 20 s for a token
+HEALTH_SECONDS = 25  # upstream's /health waits up to 20 s for a token
 
-# Variable -> folder under CACHE / build ID. What is compiled for one build is not offered to another.
+# Variable -> folder under CACHE / build ID. A build never loads what another build compiled.
 BUILD_CACHES = {
     "XDG_CACHE_HOME": "xdg",
     "SGLANG_CACHE_DIR": "sglang",
@@ -52,12 +52,12 @@ BUILD_CACHES = {
     "PYTHONPYCACHEPREFIX": "pycache",
     "HOME": "home",
 }
-# Downloads, which their hubs name by content: a new build need not fetch a model again.
+# Downloads. All builds share them, so a new build does not download a model again.
 SHARED_CACHES = {"HF_HOME": "huggingface", "MODELSCOPE_CACHE": "modelscope"}
 
 
 def build_id() -> str:
-    """The build ID of the image, or 'unknown' outside of one."""
+    """Return the build ID of the image, or 'unknown' outside an image."""
     try:
         return json.loads(BUILD.read_text())["build_id"]
     except OSError:
@@ -65,9 +65,9 @@ def build_id() -> str:
 
 
 def cache_environment(given: dict[str, str]) -> dict[str, str]:
-    """Returns `given` with every cache that it does not place itself put under CACHE.
+    """Return the environment of a command: `given`, with the caches that it does not set under CACHE.
 
-    HOME is always moved: under an arbitrary uid the runtime sets it to /, which cannot be written.
+    HOME is always replaced: under an arbitrary uid the runtime sets it to /, which is read-only.
     """
     caches = {name: CACHE / build_id() / folder for name, folder in BUILD_CACHES.items()}
     caches |= {name: CACHE / folder for name, folder in SHARED_CACHES.items()}
@@ -78,7 +78,7 @@ def cache_environment(given: dict[str, str]) -> dict[str, str]:
 
 
 def setting(name: str, arguments: list[str]) -> str | None:
-    """The value that sglang.launch_server would take for --NAME: the last in `arguments`, else that in its --config."""
+    """Return the value that sglang.launch_server uses for --NAME: the last, or else its --config's."""
     value = None
     for position, argument in enumerate(arguments):
         if argument == f"--{name}" and position + 1 < len(arguments):
@@ -91,13 +91,13 @@ def setting(name: str, arguments: list[str]) -> str | None:
                 rf"(?m)^{name.replace('-', '[-_]')}\s*:\s*[\"']?([^\s\"'#]+)", Path(config).read_text()
             )
             value = found[-1] if found else None
-        except OSError:  # the server will say so
+        except OSError:  # the server will report it
             pass
     return value
 
 
 def server_command(arguments: list[str]) -> list[str]:
-    """The command that `serve ARGUMENTS` runs. Without a model it serves the image's own, if it has one."""
+    """Return the command that `serve ARGUMENTS` runs. Without a model it serves the image's own, if any."""
     arguments = list(arguments)
     if setting("host", arguments) is None:
         arguments = ["--host", "0.0.0.0", *arguments]
@@ -108,15 +108,15 @@ def server_command(arguments: list[str]) -> list[str]:
 
 
 def supervise(command: list[str], environment: dict[str, str]) -> int:
-    """Runs the server and passes SIGTERM and SIGINT on as SIGTERM, on which it finishes its requests and ends.
+    """Run the server. Pass SIGTERM and SIGINT on as SIGTERM, so that it answers its requests and ends.
 
     Returns:
-        0 if it ended because it was asked to; else its own exit status, 128 + N for signal N.
+        0 if it ended because of such a signal, or else its own exit status (128 + N for signal N).
     """
     server = subprocess.Popen(command, env=environment)
     asked_to_stop = False
 
-    def stop(signum, frame):
+    def stop(signum: int, frame: object) -> None:
         nonlocal asked_to_stop
         asked_to_stop = True
         server.send_signal(signal.SIGTERM)
@@ -124,14 +124,14 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     status = server.wait()
-    # While it still loads a model it has no handler and dies of the signal: nothing was there to drain.
+    # While it loads a model it has no handler, so the signal kills it. It has no requests to answer then.
     if asked_to_stop and status in (0, -signal.SIGTERM):
         return 0
     return status if status >= 0 else 128 - status
 
 
 def running_server() -> list[str] | None:
-    """The arguments of the server that runs in this container."""
+    """Return the arguments of the server that runs in this container, or None."""
     for process in sorted((p for p in PROC.iterdir() if p.name.isdigit()), key=lambda p: int(p.name)):
         try:
             words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
@@ -146,7 +146,7 @@ def running_server() -> list[str] | None:
 
 
 def health_url(arguments: list[str]) -> str:
-    """Where a server with these arguments answers /health."""
+    """Return the URL at which a server with these arguments answers /health."""
     host = setting("host", arguments) or "127.0.0.1"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme = "https" if setting("ssl-certfile", arguments) else "http"
@@ -154,14 +154,14 @@ def health_url(arguments: list[str]) -> str:
 
 
 def health() -> int:
-    """0 if the server of this container answers that it is well, else 1 and a sentence."""
+    """Return 0 if this container's server says that it is healthy. Otherwise print why and return 1."""
     arguments = running_server()
     if arguments is None:
         print("no SGLang server runs in this container", file=sys.stderr)
         return 1
     url = health_url(arguments)
     trust = ssl.create_default_context()
-    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE  # it is this very container
+    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE  # it is the same container
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trust)
     )
@@ -174,6 +174,7 @@ def health() -> int:
 
 
 def main(arguments: list[str]) -> int:
+    """Run a command line; return the exit status."""
     what = arguments[0] if arguments else "serve"
     if what == "health":
         return health()
@@ -186,7 +187,7 @@ def main(arguments: list[str]) -> int:
         os.execvpe(arguments[0], arguments, environment)
     except OSError as error:
         print(
-            f"error: {arguments[0]}: {error.strerror}; expected serve, check-env, health or a command that is in the "
+            f"error: {arguments[0]}: {error.strerror}; expected serve, check-env, health or a command in the "
             "image.",
             file=sys.stderr,
         )

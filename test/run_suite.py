@@ -1,12 +1,12 @@
-"""Runs the test suites, after upstream's habits: each test file registers itself (register_cpu_ci / register_cuda_ci).
+"""Runs the test suites. Test files register themselves like upstream's: register_cpu_ci, register_cuda_ci.
 
-    .venv/bin/python test/run_suite.py                      what this host can run: unit, kernel, e2e; on CUDA also gpu
+    .venv/bin/python test/run_suite.py                      all that this host can run (gpu only with CUDA)
     .venv/bin/python test/run_suite.py --suite unit         one suite
     .venv/bin/python test/run_suite.py --list               the files of each suite
-    .venv/bin/python test/run_suite.py --upstream FILE      a test file of upstream's, against the installed package
+    .venv/bin/python test/run_suite.py --upstream FILE      a test file of upstream's, on the installed package
         [--model MODEL]                                     with MODEL in place of upstream's default models
 
-The whole ends in one line that counts tests: `N passed, N failed, N skipped`.
+The last line counts the tests: `N passed, N failed, N skipped`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SHARED = (ROOT / "test", ROOT)  # the same as pythonpath in pyproject.toml
 TEST_GLOBS = ("test/**/test_*.py", "sgl-kernel/tests/test_*.py", "benchmark/**/test_*.py")
-# Each file of these suites runs in a process of its own: they start servers, or hold a device.
+# Each file of these suites runs in its own process, because it starts servers or holds a device.
 SEPARATE_PROCESSES = ("e2e", "gpu", "image")
 SUITES = ("unit", "kernel", "e2e", "gpu", "image")
-ON_REQUEST = ("image",)  # builds a container image, as root: `make image-test`
+ON_REQUEST = ("image",)  # builds a container image as root: `make image-test`
 CLOSING = re.compile(r"(?m)^.*\b(?:\d+ \w+|no tests ran)\b.* in \d+\.\d+s.*$")
 COUNTED = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
 
 
 def collect() -> dict[str, list[tuple[Path, float]]]:
-    """Returns suite -> [(file, estimated seconds)], from the files' own registrations.
+    """Return suite -> [(file, estimated seconds)], from the files' own registrations.
 
     Raises:
-        ValueError: a test file registers nothing or an unknown suite, is disabled, or lacks a __main__ block; named in
-            the text.
+        ValueError: a test file registers nothing or an unknown suite, is disabled, or lacks a __main__ block.
     """
     from sglang.test.ci.ci_register import HWBackend, collect_tests
 
@@ -43,11 +43,11 @@ def collect() -> dict[str, list[tuple[Path, float]]]:
     files = sorted({str(path) for pattern in TEST_GLOBS for path in ROOT.glob(pattern)})
     for registry in collect_tests(files, sanity_check=True):
         if registry.disabled is not None:
-            raise ValueError(f"{registry.filename}: disabled tests hide failures; repair it or remove it.")
+            raise ValueError(f"{registry.filename}: disabled tests hide failures; fix the test or remove it.")
         if registry.effective_suite not in SUITES:
             raise ValueError(
-                f"{registry.filename}: suite: expected one of {', '.join(SUITES)}, got {registry.effective_suite}; no "
-                "run would include it."
+                f"{registry.filename}: suite: expected one of {', '.join(SUITES)}, got {registry.effective_suite}, "
+                "which no run includes."
             )
         if registry.backend in (HWBackend.CPU, HWBackend.CUDA):
             suites.setdefault(registry.effective_suite, []).append(
@@ -57,21 +57,22 @@ def collect() -> dict[str, list[tuple[Path, float]]]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a test: this interpreter's commands first, the installed packages only."""
+    """Return the environment of a test: this interpreter's commands come first on PATH."""
     values = dict(os.environ)
     values["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{values.get('PATH', '')}"
-    # The repository root gives `tools`; sglang and sgl_kernel come from the environment's site-packages.
-    values["PYTHONPATH"] = str(ROOT)
+    # test/ gives `support` and the root gives `tools`, also to the processes that a test starts. sglang and
+    # sgl_kernel must come from site-packages, so the caller's PYTHONPATH is dropped.
+    values["PYTHONPATH"] = os.pathsep.join(map(str, SHARED))
     values.setdefault("PYTHONUNBUFFERED", "1")
     return values
 
 
-class Tally(dict):
+class Tally(dict[str, int]):
     """Counts of passed, failed and skipped tests over several pytest runs."""
 
     def add(self, output: str, status: int, label: str) -> None:
-        """Reads pytest's closing line; a run that fails without counting a failure counts as one."""
-        closing = (CLOSING.findall(output) or [""])[-1]  # Python may warn of something after it
+        """Read pytest's closing line. A run that fails without a failed test counts as one failure."""
+        closing = (CLOSING.findall(output) or [""])[-1]  # Python may print a warning after it
         counted = {"passed": 0, "failed": 0, "skipped": 0}
         for number, what in COUNTED.findall(closing):
             counted["failed" if what.startswith("error") else what] += int(number)
@@ -85,38 +86,30 @@ class Tally(dict):
 
 
 def run_pytest(files: list[Path], label: str, tally: Tally) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--no-header",
-        "-rfEs",
-        "--durations=5",
-        "-p",
-        "no:cacheprovider",
-        *map(str, files),
-    ]
+    """Run the files in one pytest process, show its output and count its tests."""
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-rfEs", "--durations=5"]
+    command += ["-p", "no:cacheprovider", *map(str, files)]
     print(f"\n=== {label}: {len(files)} file(s)", flush=True)
     started = time.monotonic()
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={"HF_HUB_OFFLINE": "1", **environment()},  # ours make their models; upstream's may fetch
+        env={"HF_HUB_OFFLINE": "1", **environment()},  # our tests make their models; upstream's may download
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
     )
     lines = []
-    for line in process.stdout:
+    for line in process.stdout or ():
         print(line, end="", flush=True)
         lines.append(line)
     tally.add("".join(lines), process.wait(), label)
     print(f"=== {label}: {time.monotonic() - started:.0f} s", flush=True)
 
 
-def run_suites(names: list[str], suites: dict) -> int:
+def run_suites(names: list[str], suites: dict[str, list[tuple[Path, float]]]) -> int:
+    """Run the suites; return the exit status."""
     tally = Tally()
     for name in names:
         files = [path for path, _ in suites[name]]
@@ -131,7 +124,7 @@ def run_suites(names: list[str], suites: dict) -> int:
     return 1 if tally.get("failed", 0) or not tally.get("passed", 0) else 0
 
 
-# Runs in a process of its own: upstream's tests take their models from constants of sglang.test.test_utils.
+# Runs in its own process. Upstream's tests take their models from constants of sglang.test.test_utils.
 _UPSTREAM_RUNNER = """
 import runpy, sys
 import sglang.test.test_utils as test_utils
@@ -146,9 +139,9 @@ runpy.run_path(file, run_name="__main__")
 
 
 def run_upstream(file: Path, model: str, further: list[str]) -> int:
-    """Runs one of upstream's test files in an empty folder, so that a checkout around it is not imported."""
+    """Run one of upstream's test files in an empty folder, so that no checkout around it is imported."""
     if not file.is_file():
-        print(f"error: --upstream: expected a test file, got {file}, which is none.", file=sys.stderr)
+        print(f"error: --upstream: expected a test file, got {file}, which does not exist.", file=sys.stderr)
         return 2
     values = environment()
     values.pop("PYTHONPATH")
@@ -161,18 +154,19 @@ def run_upstream(file: Path, model: str, further: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="test/run_suite.py", description=__doc__.splitlines()[0])
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="test/run_suite.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--suite",
         default="default",
-        help="unit, kernel, e2e, gpu, image, or default: all that this host can run but image",
+        help="unit, kernel, e2e, gpu, image, or default: all that this host can run, except image",
     )
     parser.add_argument("--list", action="store_true", help="list the suites and their files")
     parser.add_argument(
-        "--upstream", type=Path, metavar="FILE", help="run this test file of upstream's instead"
+        "--upstream", type=Path, metavar="FILE", help="run this one of upstream's test files instead"
     )
     parser.add_argument(
-        "--model", default="", help="with --upstream: the model in place of upstream's default ones"
+        "--model", default="", help="with --upstream: the model that replaces upstream's default models"
     )
     arguments, further = parser.parse_known_args(argv)
     if arguments.upstream:
@@ -193,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         names = [name for name in SUITES if name in suites and name not in ON_REQUEST]
         if not torch.cuda.is_available() and "gpu" in names:
             names.remove("gpu")
-            print(f"Not run here, no CUDA device: {len(suites['gpu'])} file(s) of suite gpu.")
+            print(f"No CUDA device, so {len(suites['gpu'])} file(s) of suite gpu do not run.")
     elif arguments.suite in suites:
         names = [arguments.suite]
     else:

@@ -2,9 +2,9 @@
 
 import sys
 
-# Before tomllib is imported; an older interpreter must be able to read this file.
+# Before anything imports tomllib. An older interpreter must be able to parse this file: no f-strings.
 if sys.version_info < (3, 11):  # noqa: UP036
     raise SystemExit(
-        "sglang-ddtree needs Python 3.11 or newer (upstream ships wheels for no older one); this is Python "
-        "%d.%d at %s: run a newer one, for example python3.11." % (*sys.version_info[:2], sys.executable)
+        "sglang-ddtree needs Python 3.11 or newer (upstream publishes no wheels for older versions). This is Python "
+        "{}.{} at {}. Run a newer one, for example python3.11.".format(*sys.version_info[:2], sys.executable)
     )

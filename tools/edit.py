@@ -1,20 +1,21 @@
-"""Write a patch by editing upstream's files in a tree that runs: `edit` makes the tree, `export` writes the patch."""
+"""Write a patch by editing a runnable tree of upstream's files: `edit` makes it, `export` reads it."""
 
 from __future__ import annotations
 
 import datetime
 from pathlib import Path
 
-from .devtree import dev
-from .patch import Patch, merge, must_parse
-from .series import Series, write
-from .symbols import changed
-from .upstream import Pins, Release, Stop
-from .workspace import Workspace
+from tools.devtree import dev
+from tools.errors import ToolError
+from tools.patch import Hunk, Patch, merge, must_parse
+from tools.series import Series, write
+from tools.symbols import changed
+from tools.upstream import Pins, Release
+from tools.workspace import Workspace
 
-HEADER = "HEADER"  # the patch's header, beside the packages in the tree
+HEADER = "HEADER"  # the file in the tree that holds the patch's header
 TEMPLATE = """\
-Description: what this adds, and why upstream's registries and hooks do not suffice
+Description: what this adds, and why upstream's registries and hooks are not enough
 Author: The sglang-ddtree developers
 Forwarded: no
 Last-Update: {today}
@@ -27,17 +28,17 @@ NAME = "patchset.name"
 
 
 def edit(series: Series, pins: Pins, upstream: Release, name: str, folder: Path) -> None:
-    """Make `folder` a tree to run in which `git diff` is the patch `name` (which need not exist yet).
+    """Make `folder` a runnable tree in which `git diff` is the patch `name`, which need not exist yet.
 
     Raises:
-        Stop: folder is in use; nothing is touched then.
+        ToolError: the folder is in use. Nothing is changed.
     """
     if not name.endswith(".patch") or name.count("/") != 1:
-        raise Stop(
-            f"a patch is named FOLDER/PURPOSE.patch, for example cpu/optional-torchvision.patch, not {name}."
+        raise ToolError(
+            f"patch: expected a name like FOLDER/PURPOSE.patch (cpu/optional-torchvision.patch), got {name}."
         )
     if folder.exists() and any(folder.iterdir()):
-        raise Stop(f"{folder} is in use: export and delete it, or name another one with --dir.")
+        raise ToolError(f"{folder} is in use: export and delete it, or name another folder with --dir.")
     dev(series, pins, upstream, folder)
     tree = Workspace(folder)
     tree.init()
@@ -66,25 +67,25 @@ def edit(series: Series, pins: Pins, upstream: Release, name: str, folder: Path)
 
 
 def export(series: Series, upstream: Release, folder: Path) -> Patch:
-    """Write the patch that is being edited in `folder` to patches/ and bring the generated files up to date.
+    """Write the patch that is being edited in `folder` to patches/ and update the generated files.
 
     An empty Seam field is filled in with the symbols that the patch changes.
 
     Raises:
-        Stop: it breaks a rule; patches/ is as it was then.
+        ToolError: the patch breaks a rule. patches/ is unchanged.
     """
     tree = Workspace(folder)
     if not (folder / ".git").exists() or not (folder / HEADER).exists():
-        raise Stop(f"{folder} was not made by `python -m tools.patchset edit`: make it so.")
+        raise ToolError(f"{folder} was not made by `python -m tools.patchset edit`: run that first.")
     name = tree.text("config", NAME)
     strays = [line[3:] for line in tree.text("status", "--porcelain").splitlines() if line.startswith("??")]
     if strays:
-        raise Stop(
-            f"{folder}/{strays[0]} is a new file: ours belong under python/, run edit again to link them."
+        raise ToolError(
+            f"{folder}/{strays[0]} is a new file: put it under python/ and run edit again to link it."
         )
     hunks = tree.patch(Patch(name, {}), "upstream-files", "HEAD").hunks
     if not hunks:
-        raise Stop(f"there is nothing to export: `git -C {folder} diff` is empty.")
+        raise ToolError(f"there is nothing to export: `git -C {folder} diff` is empty.")
     header = (folder / HEADER).read_text().rstrip() + "\n"
     header = header.replace("\nSeam:\n", f"\nSeam: {', '.join(seams(name, hunks, upstream))}\n")
     patch = Patch.parse(name, header + Patch(name, {}, hunks).format())
@@ -93,8 +94,8 @@ def export(series: Series, upstream: Release, folder: Path) -> Patch:
     return patch
 
 
-def seams(name: str, hunks: dict, upstream: Release) -> list[str]:
-    """module:Qual.name of everything that the `hunks` of patch `name` change."""
+def seams(name: str, hunks: dict[str, list[Hunk]], upstream: Release) -> list[str]:
+    """Return module:Qual.name of everything that the `hunks` of patch `name` change."""
     out = []
     for path in sorted(hunks):
         before = upstream.read(path)

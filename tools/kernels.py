@@ -1,10 +1,11 @@
-"""Compiles our kernels for every architecture and prints what each will ask of the card.
+"""Compiles our kernels for every architecture and prints what each of them needs from the card.
 
     .venv/bin/python -m tools.kernels [--report FILE]
 
-Uses the installed CUDA toolkit (nvcc on PATH or under CUDA_HOME); where there is none, NVIDIA's toolkit wheels of
-requirements/cuda-toolkit.lock, unpacked into build/. TORCH_CUDA_ARCH_LIST chooses the architectures. The exit status is
-that of sgl-kernel/tools/kernel_report.py: not 0 when a hot kernel spills or wants more shared memory than sm_120 has.
+Uses the installed CUDA toolkit (nvcc on PATH or under CUDA_HOME). If there is none, it uses NVIDIA's toolkit
+wheels (requirements/cuda-toolkit.lock), unpacked into build/. TORCH_CUDA_ARCH_LIST chooses the architectures.
+The exit status is that of sgl-kernel/tools/kernel_report.py: not 0 if a hot kernel spills or needs more
+shared memory than sm_120 has.
 """
 
 from __future__ import annotations
@@ -14,25 +15,26 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from tools.commands import Command, run_checked
+from tools.errors import exit_on_error
 from tools.upstream import ROOT
 
 BUILD = ROOT / "build" / "sgl-kernel"
 TOOLKIT = ROOT / "build" / "cuda-toolkit"
 
 
-def run_checked(command: list) -> None:
-    """Runs `command`; raises subprocess.CalledProcessError if it fails, its output has said why then."""
-    subprocess.run(command, check=True)
-
-
-def toolkit(python: Path | str = sys.executable, run=run_checked) -> Path:
-    """Returns the root of a CUDA toolkit, fetching NVIDIA's wheels if none is installed.
+def toolkit(python: Path | str = sys.executable, run: Callable[[Command], None] = run_checked) -> Path:
+    """Return the root of a CUDA toolkit. Download NVIDIA's wheels if none is installed.
 
     Args:
-        python: the interpreter whose pip fetches them.
-        run: runs a command, a list; raises what it likes if that fails.
+        python: the interpreter whose pip downloads them.
+        run: runs a command and raises if it fails.
+
+    Raises:
+        ToolError: the download failed.
     """
     for nvcc in (shutil.which("nvcc"), Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")):
         if nvcc and Path(nvcc).is_file():
@@ -41,71 +43,62 @@ def toolkit(python: Path | str = sys.executable, run=run_checked) -> Path:
     if not (root / "lib64").exists():
         lock = ROOT / "requirements" / "cuda-toolkit.lock"
         shutil.rmtree(TOOLKIT, ignore_errors=True)
-        pip = [
-            python,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--require-hashes",
-            "--target",
-            TOOLKIT,
-            "-r",
-            lock,
-        ]
-        run(pip)
-        # The wheels lay a runtime out, not a toolkit: nvcc looks for lib64 and the linker for the unversioned name.
+        pip = [python, "-m", "pip", "install", "-q", "--no-deps", "--require-hashes"]
+        run([*pip, "--target", TOOLKIT, "-r", lock])
+        # The wheels have the layout of a runtime. nvcc also needs lib64, and the linker libcudart.so.
         (root / "lib" / "libcudart.so").symlink_to("libcudart.so.13")
         (root / "lib64").symlink_to("lib")
     return root
 
 
 def compiler_environment(cuda: Path, scripts: Path) -> dict[str, str]:
-    """What CMake has to find in the environment: the toolkit at `cuda`, and its own ninja in the folder `scripts`."""
+    """Return the variables that lead CMake to the toolkit at `cuda` and to ninja in the folder `scripts`."""
     return {
         "CUDACXX": str(cuda / "bin" / "nvcc"),
         "CUDA_HOME": str(cuda),
-        "PATH": "%s:%s" % (scripts, os.environ.get("PATH", "")),
+        "PATH": f"{scripts}:{os.environ.get('PATH', '')}",
     }
 
 
 def build(cuda: Path) -> Path:
-    """Configures and compiles; returns the CUDA library.
+    """Configure and compile; return the CUDA library.
 
     Raises:
-        subprocess.CalledProcessError: cmake or ninja failed; its output says why.
+        ToolError: cmake or ninja failed.
     """
     environment = os.environ | compiler_environment(cuda, Path(sys.executable).parent)
-    configure = ["cmake", "-S", ROOT / "sgl-kernel", "-B", BUILD, "-G", "Ninja", "-DDDTREE_CUDA=ON"]
+    configure: list[str | Path] = [
+        "cmake",
+        "-S",
+        ROOT / "sgl-kernel",
+        "-B",
+        BUILD,
+        "-G",
+        "Ninja",
+        "-DDDTREE_CUDA=ON",
+    ]
     configure.append(f"-DPython_EXECUTABLE={sys.executable}")
-    subprocess.run(configure, check=True, env=environment, stdout=subprocess.DEVNULL)
-    subprocess.run(["ninja", "-C", BUILD], check=True, env=environment, stdout=subprocess.DEVNULL)
+    run_checked(configure, environment, quiet=True)
+    run_checked(["ninja", "-C", BUILD], environment, quiet=True)
     return BUILD / "_ddtree_cuda.so"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.kernels", description=__doc__.splitlines()[0])
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.kernels", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument(
-        "--report", type=Path, default=BUILD / "report.md", help="where the table also goes (%(default)s)"
+        "--report",
+        type=Path,
+        default=BUILD / "report.md",
+        help="also write the table to this file (default: %(default)s)",
     )
     arguments = parser.parse_args(argv)
-    try:
+    with exit_on_error():
         library = build(toolkit())
-    except subprocess.CalledProcessError as error:
-        print(
-            f"error: {error.cmd[0]} failed (exit status {error.returncode}); its output is above.",
-            file=sys.stderr,
-        )
-        return 1
-    report = [
-        sys.executable,
-        ROOT / "sgl-kernel" / "tools" / "kernel_report.py",
-        library,
-        "--output",
-        arguments.report,
-    ]
-    return subprocess.call(report)
+    script = ROOT / "sgl-kernel" / "tools" / "kernel_report.py"
+    return subprocess.call([sys.executable, script, library, "--output", arguments.report])
 
 
 if __name__ == "__main__":

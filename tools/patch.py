@@ -1,6 +1,6 @@
 """A patch: a zero-context unified diff that only adds lines, under a header that says why.
 
-Every patch is written against the pristine upstream file, so patches do not depend on one another.
+Every patch is written against the pristine upstream file, so patches do not depend on each other.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import ast
 import io
 import re
 from dataclasses import dataclass, field
+from typing import NoReturn
 
-from .symbols import MODULE
-from .upstream import Stop
+from tools.errors import ToolError
+from tools.symbols import MODULE
 
 REQUIRED = ("Description", "Author", "Forwarded", "Last-Update", "Seam", "Calls", "Remove-When", "Test")
 OPTIONAL = ("Bug", "Applied-Upstream")
@@ -21,7 +22,7 @@ SEAM = re.compile(r"[\w.]+:[\w.<>]+")
 
 @dataclass(frozen=True)
 class Hunk:
-    """Lines (without their ends) added after line `after` of the upstream file (0: at its top)."""
+    """Lines, without line ends, added after line `after` of the upstream file (0: at its top)."""
 
     after: int
     lines: tuple[str, ...]
@@ -36,37 +37,42 @@ class Patch:
     hunks: dict[str, list[Hunk]] = field(default_factory=dict)
 
     def entries(self, key: str) -> list[str]:
-        """The values of a header field that holds several, split at commas and white space."""
+        """Return the values of a header field, which commas or white space separate."""
         return self.fields[key].replace(",", " ").split()
 
     @property
     def seams(self) -> list[tuple[str, str]]:
-        """The (module, qualified name) pairs of upstream's that the header says are changed."""
-        return [tuple(entry.split(":")) for entry in self.entries("Seam")]
+        """The (module, qualified name) of each upstream symbol that the header says is changed."""
+        return self.pairs("Seam")
 
     @property
     def calls(self) -> list[tuple[str, str]]:
-        """The (module, name) pairs of ours that the header says are called."""
-        return [tuple(entry.split(":")) for entry in self.entries("Calls")]
+        """The (module, name) of each function of ours that the header says is called."""
+        return self.pairs("Calls")
+
+    def pairs(self, key: str) -> list[tuple[str, str]]:
+        """Return the `module:name` entries of a header field as pairs."""
+        split = (entry.partition(":") for entry in self.entries(key))
+        return [(module, name) for module, _, name in split]
 
     @classmethod
     def parse(cls, name: str, text: str) -> Patch:
-        """Read a patch, refusing everything but a full header and added lines.
+        """Read a patch. Refuse everything except a full header and added lines.
 
         Raises:
-            Stop: names the patch, the line and the rule.
+            ToolError: with the patch, the line and the rule.
         """
 
-        def stop(number: int, why: str):
-            raise Stop(f"patches/{name}:{number}: {why}")
+        def stop(number: int, why: str) -> NoReturn:
+            raise ToolError(f"patches/{name}:{number}: {why}")
 
-        patch, lines, key = cls(name, {}), text.rstrip("\n").split("\n"), None
+        patch, lines, key = cls(name, {}), text.rstrip("\n").split("\n"), ""
         start = next((i for i, line in enumerate(lines) if line.startswith("--- ")), len(lines))
         for at, line in enumerate(lines[:start], 1):
             if match := re.match(r"([A-Z][\w-]*):\s*(.*)", line):
                 key, value = match.groups()
                 if key not in REQUIRED + OPTIONAL:
-                    stop(at, f"{key} is no header field we use; use one of {', '.join(REQUIRED + OPTIONAL)}.")
+                    stop(at, f"expected a header field of {', '.join(REQUIRED + OPTIONAL)}, got {key}.")
                 patch.fields[key] = value
             elif line.startswith(" ") and key:
                 patch.fields[key] += "\n" + line.strip()
@@ -80,44 +86,46 @@ class Patch:
                 if not SEAM.fullmatch(entry):
                     stop(1, f"{key} must be module:Qual.name (or module:{MODULE}), got {entry!r}.")
 
-        path, added, due = None, None, 0
+        path, due = "", 0
+        added: list[str] = []
+        found: dict[str, list[tuple[int, list[str]]]] = {}  # by path: after which line, what is added
         for at, line in enumerate(lines[start:], start + 1):
             if due and line.startswith("+"):
                 added.append(line[1:])
                 due -= 1
             elif line.startswith("--- ") and not due:
                 path = line.removeprefix("--- a/")
-                if at == len(lines) or lines[at] != f"+++ b/{path}" or path in patch.hunks:
-                    stop(at, f"expected '--- a/PATH' and '+++ b/PATH', once for each file, got {line!r}.")
+                if at == len(lines) or lines[at] != f"+++ b/{path}" or path in found:
+                    stop(at, f"expected '--- a/PATH' and '+++ b/PATH', once per file, got {line!r}.")
                 if not path.endswith(".py"):
-                    stop(at, f"expected a Python module of upstream's, got {path}.")
-                patch.hunks[path] = []
+                    stop(at, f"expected a Python module of upstream, got {path}.")
+                found[path] = []
             elif line.startswith("+++ ") and lines[at - 2].startswith("--- "):
                 continue
             elif (match := HUNK.match(line)) and not due:
                 if line != match.group():
                     stop(
-                        at, "text after the second @@ is upstream's; run `python -m tools.patchset refresh`."
+                        at,
+                        "text after the second @@ is upstream code: run `python -m tools.patchset refresh`.",
                     )
-                if patch.hunks[path] and int(match[1]) <= patch.hunks[path][-1].after:
-                    stop(at, "the hunks of a file must ascend, one for each place.")
+                if found[path] and int(match[1]) <= found[path][-1][0]:
+                    stop(at, "the hunks of a file must ascend, one per place.")
                 added, due = [], int(match[3] or 1)
-                patch.hunks[path].append(Hunk(int(match[1]), added))
+                found[path].append((int(match[1]), added))
             elif line.startswith("@@") and not due:
                 stop(at, f"{line!r} has context or removed lines: expected '@@ -LINE,0 +LINE,COUNT @@'.")
             elif line.startswith("+"):
                 stop(at, "the hunk has more lines than its @@ line says: correct the count.")
             else:
                 kind = "removed" if line.startswith("-") else "context"
-                stop(at, f"{kind} line {line!r}: a patch only adds lines and carries none of upstream's.")
-        if due or not all(patch.hunks.values()) or not patch.hunks:
+                stop(at, f"{kind} line {line!r}: a patch only adds lines and carries no upstream line.")
+        if due or not all(found.values()) or not found:
             stop(len(lines), "the patch ends before its hunks do.")
-        for path, hunks in patch.hunks.items():
-            patch.hunks[path] = [Hunk(h.after, tuple(h.lines)) for h in hunks]
+        patch.hunks = {p: [Hunk(at, tuple(new)) for at, new in hunks] for p, hunks in found.items()}
         return patch
 
     def format(self) -> str:
-        """The one way a patch is written down, so that exporting twice changes nothing."""
+        """Return the patch in its normal form, so that exporting twice changes nothing."""
         out = []
         for key in REQUIRED[:2] + OPTIONAL + REQUIRED[2:]:
             if key in self.fields:
@@ -137,20 +145,23 @@ def merge(source: bytes, patches: list[Patch], path: str) -> tuple[bytes, dict[s
     """Add the lines of `patches` to the upstream file `path`.
 
     Args:
-        source: the upstream file.
+        source: the content of the upstream file.
         patches: in series order.
+        path: of the file inside the wheel.
+
     Returns:
-        The new file, and for each patch the numbers (1-based) that its lines have in it.
+        The new file, and per patch the numbers (1-based) of its lines in it.
+
     Raises:
-        Stop: a hunk lies beyond the end of the file.
+        ToolError: a hunk is beyond the end of the file.
     """
-    lines = io.BytesIO(source).readlines()  # as git counts them: only \n ends a line
+    lines = io.BytesIO(source).readlines()  # like git, which ends a line at \n only
     end = b"\r\n" if lines and lines[0].endswith(b"\r\n") else b"\n"
     places: dict[int, list[tuple[str, bytes]]] = {}
     for patch in patches:
         for hunk in patch.hunks.get(path, ()):
             if hunk.after > len(lines) or (hunk.after and not lines[hunk.after - 1].endswith(b"\n")):
-                raise Stop(f"patches/{patch.name}: {path} has no line {hunk.after} to add lines after.")
+                raise ToolError(f"patches/{patch.name}: {path} has no line {hunk.after} to add lines after.")
             added = [(patch.name, line.encode() + end) for line in hunk.lines]
             places.setdefault(hunk.after, []).extend(added)
     out: list[bytes] = []
@@ -165,8 +176,17 @@ def merge(source: bytes, patches: list[Patch], path: str) -> tuple[bytes, dict[s
 
 
 def must_parse(path: str, data: bytes, patches: str) -> None:
-    """Stop if the patched file `path` is Python no longer."""
+    """Check the syntax of a patched file.
+
+    Args:
+        path: its name, for the message.
+        data: its content.
+        patches: the names of the patches, for the message.
+
+    Raises:
+        ToolError: it is not valid Python.
+    """
     try:
         ast.parse(data)
     except SyntaxError as error:
-        raise Stop(f"{path}:{error.lineno} is no Python any more ({error.msg}) after {patches}.") from None
+        raise ToolError(f"{path}:{error.lineno} is not valid Python after {patches} ({error.msg}).") from None

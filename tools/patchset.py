@@ -1,37 +1,42 @@
-"""The command line: fetch upstream, check and apply the patches, build. `python -m tools.patchset --help`."""
+"""The patch tool: fetch upstream, check and apply the patches, build. `python -m tools.patchset --help`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from operator import methodcaller
 from pathlib import Path
 
-from . import devtree, provenance
-from .build_wheel import wheel_name, write_wheel
-from .edit import edit, export
-from .rebase import rebase
-from .series import Series
-from .upstream import ROOT, Pins, Release, Stop, cache_dir
+from tools import devtree, provenance
+from tools.build_wheel import wheel_name, write_wheel
+from tools.edit import edit, export
+from tools.errors import ToolError, exit_on_error
+from tools.rebase import rebase
+from tools.series import Series
+from tools.upstream import ROOT, Pins, Release, cache_dir
 
 
 def parse(argv: list[str] | None, root: Path) -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.patchset", description=__doc__)
     parser.add_argument(
         "--cache", type=Path, help="folder for upstream wheels ($XDG_CACHE_HOME/sglang-ddtree)"
     )
     parser.add_argument("--python", help="build for this interpreter, e.g. cp312 (default: the running one)")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("fetch", help="get the pinned wheel into the cache, print its path")
+    commands.add_parser("fetch", help="download the pinned wheel into the cache and print its path")
     commands.add_parser("check", help="verify every rule of patches/README.md")
-    command = commands.add_parser("apply", help="write the patched upstream files, and only those, into DIR")
+    command = commands.add_parser("apply", help="write the patched upstream files, and no others, into DIR")
     command.add_argument("dir", type=Path)
-    command = commands.add_parser("edit", help="make a tree to write or change PATCH in")
+    command = commands.add_parser("edit", help="make a tree in which to write or change PATCH")
     command.add_argument("patch", help="FOLDER/PURPOSE.patch")
     command.add_argument("--dir", type=Path, default=root / "build/edit")
-    command = commands.add_parser("export", help="write the patch being edited back to patches/")
+    command = commands.add_parser("export", help="write the patch that is being edited to patches/")
     command.add_argument("--dir", type=Path, default=root / "build/edit")
-    commands.add_parser("refresh", help="take up new patch files, regenerate hashes and seam digests")
-    command = commands.add_parser("dev", help="assemble a tree to run, with links to our files")
+    commands.add_parser(
+        "refresh", help="add new patch files to the series, regenerate hashes and seam digests"
+    )
+    command = commands.add_parser("dev", help="assemble a runnable tree with links to our files")
     command.add_argument("dir", nargs="?", type=Path, default=root / "build/dev")
     command = commands.add_parser("rebase", help="carry the series and upstream.toml to another release")
     command.add_argument("version")
@@ -39,24 +44,30 @@ def parse(argv: list[str] | None, root: Path) -> argparse.Namespace:
         "--dir", type=Path, default=root / "build/rebase", help="for the temporary repository (build/rebase)"
     )
     command.add_argument(
-        "--continue", dest="resume", action="store_true", help="after a conflict was mended there"
+        "--continue", dest="resume", action="store_true", help="after you resolved a conflict there"
     )
-    command = commands.add_parser("provenance", help="look for lines that we share with upstream")
+    command = commands.add_parser("provenance", help="find lines that we share with upstream")
     command.add_argument(
-        "--also", type=Path, action="append", default=[], help="a further folder of others' sources"
+        "--also", type=Path, action="append", default=[], help="a further folder of sources to compare with"
     )
-    command = commands.add_parser("build", help="build the wheel into DIR, print its path")
+    command = commands.add_parser("build", help="build the wheel into DIR and print its path")
     command.add_argument("dir", nargs="?", type=Path, default=root / "dist")
     return parser.parse_args(argv)
 
 
-def report(wrong: list[str]) -> int:
-    for sentence in wrong:
-        print(f"patchset: {sentence}", file=sys.stderr)
-    return 1 if wrong else 0
+def report(findings: list[str]) -> int:
+    """Print what a check found, one sentence per line; return the exit status."""
+    for sentence in findings:
+        print(f"error: {sentence}", file=sys.stderr)
+    return 1 if findings else 0
 
 
 def run(args: argparse.Namespace, root: Path) -> int:
+    """Run one command on the checkout `root`; return the exit status.
+
+    Raises:
+        ToolError: it could not be done.
+    """
     series, pins = Series(root), Pins.load(root)
     upstream = Release.get(pins, python=args.python, cache=args.cache)
     match args.command:
@@ -66,14 +77,14 @@ def run(args: argparse.Namespace, root: Path) -> int:
             series.assemble(upstream)
             wrong = series.lint(upstream)
             if not wrong:
-                print(f"{len(series.names)} patches on sglang {pins.sglang} keep every rule")
+                print(f"{len(series.names)} patches on sglang {pins.sglang} keep all the rules")
             return report(wrong)
         case "apply":
             files = series.assemble(upstream)
             if args.dir.exists() and any(args.dir.iterdir()):
-                raise Stop(f"{args.dir} is not empty: name another folder.")
+                raise ToolError(f"{args.dir} is not empty: name another folder.")
             for name, data in files.items():
-                devtree.replace(args.dir / name, lambda tmp, data=data: tmp.write_bytes(data))
+                devtree.replace(args.dir / name, methodcaller("write_bytes", data))
         case "edit":
             folder = args.dir.resolve()
             edit(series, pins, upstream, args.patch, folder)
@@ -102,13 +113,9 @@ def run(args: argparse.Namespace, root: Path) -> int:
 
 
 def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
-    """Run one command on the checkout `root`; returns the exit status."""
-    try:
+    """Run one command on the checkout `root`; return the exit status."""
+    with exit_on_error():
         return run(parse(argv, root), root)
-    except Stop as stop:
-        return report([str(stop)])
-    except OSError as error:  # a full disk, a folder that may not be written
-        return report([f"{error}."])
 
 
 if __name__ == "__main__":

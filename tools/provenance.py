@@ -1,38 +1,24 @@
-"""No upstream code in this repository: find runs of lines that a file of ours shares with the pinned release."""
+"""No upstream code in this repository: find runs of lines that our files share with the pinned release."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .upstream import Release, Stop
+from tools.errors import ToolError
+from tools.upstream import Release
 
-RUN = 6  # consecutive non-trivial lines that may not be shared
-TEXT = (
-    ".py",
-    ".pyi",
-    ".cu",
-    ".cuh",
-    ".h",
-    ".hpp",
-    ".cpp",
-    ".cc",
-    ".c",
-    ".hip",
-    ".md",
-    ".txt",
-    ".toml",
-    ".yaml",
-    ".sh",
+RUN = 6  # this many consecutive non-trivial lines must not be shared
+TEXT = tuple(
+    ".py .pyi .cu .cuh .h .hpp .cpp .cc .c .hip .md .txt .toml .yaml .sh .jinja2 .js .mjs .css .html".split()
 )
-TEXT += (".jinja2", ".js", ".mjs", ".css", ".html")
 TRIVIAL = re.compile(
-    r"""\W*                                                                 # blank, or punctuation alone
+    r"""\W*                                                                 # blank, or punctuation only
       | (from\s+\S+\s+)?import\s .* | \#\s*(include|pragma|if|ifdef|ifndef|else|endif)\b.* | using\s+namespace\s.*
-      | \W*(else|try|finally|return|pass|break|continue|default)\W*            # a keyword alone
+      | \W*(else|try|finally|return|pass|break|continue|default)\W*            # a keyword only
       | [\#/*\s]* (Copyright|Licensed\sunder|Licensed\sto|SPDX-|you\smay\snot\suse|You\smay\sobtain|https?://www\.apache
                  |Unless\srequired|distributed\sunder|WITHOUT\sWARR|See\sthe\sLicense|limitations\sunder).*
     """,
@@ -42,7 +28,7 @@ TRIVIAL = re.compile(
 
 @dataclass(frozen=True)
 class Copy:
-    """`count` non-trivial lines from line `line` of `path` on are in `source`, too."""
+    """`count` non-trivial lines of `path`, from line `line` on, are also in `source`."""
 
     path: str
     line: int
@@ -50,11 +36,11 @@ class Copy:
     source: str
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.count} lines are those of upstream's {self.source}: write your own."
+        return f"{self.path}:{self.line}: {self.count} lines are also in upstream's {self.source}: write your own."
 
 
 def essence(text: str) -> list[tuple[int, str]]:
-    """The non-trivial lines of `text`, with their numbers, without indentation, spacing and diff marks."""
+    """Return the non-trivial lines of `text` with their numbers, without indentation and spacing."""
     out = []
     for number, line in enumerate(text.splitlines(), 1):
         line = " ".join(line.split())
@@ -63,7 +49,7 @@ def essence(text: str) -> list[tuple[int, str]]:
     return out
 
 
-def windows(lines: list[tuple[int, str]]):
+def windows(lines: list[tuple[int, str]]) -> Iterator[tuple[int, int]]:
     """Yield (index, hash) of every run of RUN lines."""
     hashes = [hash(line) for _, line in lines]
     for i in range(len(hashes) - RUN + 1):
@@ -71,20 +57,24 @@ def windows(lines: list[tuple[int, str]]):
 
 
 def tracked(root: Path) -> list[Path]:
-    """Files that git has or would take up. Raises Stop outside a git checkout."""
+    """Return the files that git tracks or would track.
+
+    Raises:
+        ToolError: `root` is not a git checkout.
+    """
     done = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=root, capture_output=True
     )
     if done.returncode:
-        raise Stop(f"provenance needs the git checkout, and {root} is none: run it there.")
+        raise ToolError(f"provenance needs a git checkout, and {root} is not one: run it in a clone.")
     return [
         root / name for name in sorted(done.stdout.decode().split("\0")) if name and (root / name).is_file()
     ]
 
 
 def copies(files: dict[str, str], sources: dict[str, str]) -> list[Copy]:
-    """Runs of lines that `files` share with `sources` (both: text by path)."""
-    ours = {}  # window hash: where it is
+    """Return the runs of lines that `files` share with `sources` (both: text by path)."""
+    ours: dict[int, list[tuple[str, int]]] = {}  # hash of a window: where it is
     lines = {p: essence(re.sub(r"(?m)^\+", "", t) if p.endswith(".patch") else t) for p, t in files.items()}
     for path, found in lines.items():
         for i, key in windows(found):
@@ -107,17 +97,26 @@ def copies(files: dict[str, str], sources: dict[str, str]) -> list[Copy]:
 
 
 def check(root: Path, upstream: Release, also: Iterable[Path] = ()) -> list[Copy]:
-    """What this checkout shares with `upstream` and with the sources in the folders `also`; the licence text is free."""
+    """Return what this checkout shares with others. The licence text may be shared.
+
+    Args:
+        root: the checkout.
+        upstream: the release to compare with.
+        also: folders of further sources to compare with.
+
+    Raises:
+        ToolError: `root` is not a git checkout, or a folder has no sources.
+    """
 
     def text(data: bytes) -> str:
         return data.decode("utf-8", "replace")
 
-    files = {p.relative_to(root).as_posix(): p.read_bytes() for p in tracked(root) if p.name != "LICENSE"}
-    files = {name: text(data) for name, data in files.items() if b"\0" not in data}
+    contents = {p.relative_to(root).as_posix(): p.read_bytes() for p in tracked(root) if p.name != "LICENSE"}
+    files = {name: text(data) for name, data in contents.items() if b"\0" not in data}
     sources = {n: text(upstream.read(n)) for n in upstream.entries if n.endswith(TEXT)}
     for folder in also:
         found = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name.endswith(TEXT)]
         if not found:
-            raise Stop(f"--also {folder} has no source files to compare with: name a folder that has.")
+            raise ToolError(f"--also: expected a folder with source files, got {folder}, which has none.")
         sources |= {str(p): text(p.read_bytes()) for p in found}
     return copies(files, sources)

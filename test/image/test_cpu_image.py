@@ -1,7 +1,7 @@
-"""Builds the cpu image from scratch, without a Docker engine, and serves from it the way that it is deployed.
+"""Builds the cpu image from scratch, without a Docker engine, and serves from it like a deployment would.
 
-The first container is locked down: read-only, no capabilities, an arbitrary uid. The second may write where it likes, so
-that what it wrote can be listed.
+The first container is locked down: read-only, no capabilities, an arbitrary uid. The second one may write
+anywhere, and the test lists what it wrote.
 """
 
 import json
@@ -25,7 +25,7 @@ register_cpu_ci(est_time=900, suite="image")
 
 MODEL = "SmolLM2-135M-Instruct"
 START_SECONDS = 600
-GRACE_SECONDS = 240  # a busy machine answers slowly; a drained server ends at once
+GRACE_SECONDS = 240  # a busy machine answers slowly; an idle server ends at once
 MAX_BYTES = 5e9  # of the image, unpacked
 LOCKED = ["--read-only", "--cap-drop=all", "--security-opt", "no-new-privileges", "--user", "123456"]
 
@@ -48,10 +48,10 @@ class TestCpuImage(CustomTestCase):
         cls.inspected = json.loads(cls.store.text("podman", "image", "inspect", cls.image))[0]
 
     def start(self, name, *options):
-        """Starts the server in a container and waits until it is well; returns its port."""
+        """Start the server in a container and wait until it is healthy; return its port and its cache."""
         port = free_port()
         cache = Path(tempfile.mkdtemp(dir=self.store.folder))
-        cache.chmod(0o2770)  # root's group 0 may write, as in a volume made from the image
+        cache.chmod(0o2770)  # group 0 may write, as in a volume that is made from the image
         self.run_detached(name, *options, "-v", f"{cache}:/cache", self.image, "serve", "--port", str(port))
         self.addCleanup(self.store.run, "podman", "rm", "-f", name, check=False, capture_output=True)
         deadline = time.monotonic() + START_SECONDS
@@ -114,11 +114,11 @@ class TestCpuImage(CustomTestCase):
         status, _, errors = self.execute("locked", "touch", "/opt/venv/probe")
         self.assertNotEqual(status, 0)
 
-        # Every cache is in the folder of this build; downloads would be beside it.
+        # Every cache is in the folder of this build. Only downloads would be next to it.
         build_id = report["build"]["build_id"]
         self.assertEqual({p.name for p in cache.iterdir()} - {"huggingface", "modelscope"}, {build_id})
 
-        # A request is under way while it is asked to stop: it is answered to its end, then the container ends with 0.
+        # The container is stopped while it streams an answer. It finishes the answer and ends with status 0.
         first, rest = threading.Event(), []
 
         def read():
@@ -143,7 +143,7 @@ class TestCpuImage(CustomTestCase):
         with self.ask(port, max_tokens=8) as response:
             self.assertEqual(json.load(response)["model"], MODEL)
         self.store.run("podman", "stop", "-t", GRACE_SECONDS, "free", capture_output=True)
-        # podman itself makes mount points and files such as /etc/resolv.conf; an untouched container tells which.
+        # podman itself makes mount points and files such as /etc/resolv.conf. An idle container shows which.
         self.run_detached(
             "idle", "-v", f"{tempfile.mkdtemp(dir=self.store.folder)}:/cache", self.image, "true"
         )
@@ -202,7 +202,7 @@ class TestCpuImage(CustomTestCase):
         ):
             folder = self.mount / path
             self.assertFalse(folder.exists() and any(folder.iterdir()), path)
-        # Of the certificates that the build was given, those that are not Debian's own are nowhere in the image.
+        # The image has none of the certificates that the build got, except those that are Debian's own.
         bundle = ca_bundle()
         if bundle is None:
             return

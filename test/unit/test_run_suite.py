@@ -1,10 +1,11 @@
-"""The suite runner: counting, collecting, and running one of upstream's test files against the installed package."""
+"""The suite runner: it counts, collects, and runs upstream's test files against the installed package."""
 
 import importlib.util
 import subprocess
 import sys
 import tempfile
 import textwrap
+import tomllib
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -30,11 +31,11 @@ class TestTally(CustomTestCase):
             tally.add(f"...\n{closing}\n", status, "label")
         return tally["passed"], tally["failed"], tally["skipped"]
 
-    def test_adds_runs_up(self):
+    def test_runs_are_added_up(self):
         runs = (("3 passed, 1 skipped in 2.00s", 0), ("1 failed, 2 passed, 2 errors in 1.00s", 1))
         self.assertEqual(self.count(*runs), (5, 3, 1))
 
-    def test_what_python_says_after_the_count_does_not_hide_it(self):
+    def test_a_warning_after_the_count_does_not_hide_it(self):
         late = "sys:1: DeprecationWarning: builtin type swigvarlink has no __module__ attribute"
         self.assertEqual(
             self.count((f"2 failed, 3 passed, 18 warnings in 86.30s (0:01:26)\n{late}", 1)), (3, 2, 0)
@@ -47,6 +48,19 @@ class TestTally(CustomTestCase):
         self.assertEqual(self.count(("Segmentation fault", -11)), (0, 1, 0))
         self.assertEqual(self.count(("no tests ran in 0.01s", 5)), (0, 1, 0))
         self.assertEqual(self.count(("no tests ran in 0.01s", 0)), (0, 1, 0))
+
+
+class TestEnvironment(CustomTestCase):
+    def test_tests_and_their_processes_find_the_shared_folders(self):
+        configured = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"][
+            "pythonpath"
+        ]
+        self.assertEqual([ROOT / folder for folder in configured], list(run_suite.SHARED))
+        code = "import support.tools_case, tools.upstream"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=run_suite.environment(), cwd="/", capture_output=True, text=True
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
 
 
 class TestCollect(CustomTestCase):
@@ -74,7 +88,7 @@ class TestCollect(CustomTestCase):
 class TestUpstreamFile(CustomTestCase):
     def run_file(self, text, *arguments):
         with tempfile.TemporaryDirectory() as checkout:
-            # A checkout's own package beside the test must not be taken for the installed one.
+            # The package of a checkout around the test must not be taken for the installed one.
             Path(checkout, "sglang").mkdir()
             Path(checkout, "sglang", "__init__.py").write_text(
                 "raise AssertionError('not the installed package')"
@@ -105,7 +119,7 @@ class TestUpstreamFile(CustomTestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("Ran 1 test", done.stderr)
 
-    def test_its_failure_is_ours(self):
+    def test_its_failure_is_passed_on(self):
         done = self.run_file("raise SystemExit(3)")
         self.assertEqual(done.returncode, 3)
 
@@ -115,7 +129,8 @@ class TestUpstreamFile(CustomTestCase):
         )
         self.assertEqual(done.returncode, 2)
         self.assertEqual(
-            done.stderr.strip(), "error: --upstream: expected a test file, got absent.py, which is none."
+            done.stderr.strip(),
+            "error: --upstream: expected a test file, got absent.py, which does not exist.",
         )
 
 

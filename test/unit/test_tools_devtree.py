@@ -1,4 +1,4 @@
-"""The development tree: complete, live, kept up to date in place, never half made."""
+"""The development tree: it is complete and live, is updated in place, and never appears half made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from tools_case import PATCH, UPSTREAM, ToolsCase, register_cpu_ci
+from support.tools_case import PATCH, UPSTREAM, ToolsCase, register_cpu_ci
 
 from tools import devtree
 
@@ -83,7 +83,7 @@ class TestDev(ToolsCase):
         with mock.patch.object(devtree, "replace", side_effect=full):
             self.refused("dev", says="No space left on device: 'f'")
 
-    def test_a_folder_of_somebody_elses(self):
+    def test_a_folder_that_is_something_else(self):
         self.write("mine/notes.txt", "")
         self.refused("dev", Path(self.root, "mine"), says="is not a development tree")
 

@@ -1,16 +1,16 @@
-"""The patch series and the overlay: what is taken, what is refused with one sentence, and that nothing changes then."""
+"""The patch series and the overlay: what is accepted, and what is refused without changing anything."""
 
 from __future__ import annotations
 
 import unittest
 
-from tools_case import PATCH, UPSTREAM, ToolsCase, register_cpu_ci
+from support.tools_case import PATCH, UPSTREAM, ToolsCase, register_cpu_ci
 
+from tools.errors import ToolError
 from tools.patch import Hunk, Patch, merge
 from tools.patchset import main
 from tools.series import BUDGET
 from tools.symbols import MODULE, changed, symbols
-from tools.upstream import Stop
 
 register_cpu_ci(est_time=30, suite="unit")
 
@@ -51,7 +51,7 @@ class TestSymbols(unittest.TestCase):
 
 class TestParse(unittest.TestCase):
     def stops(self, text: str, says: str) -> None:
-        with self.assertRaises(Stop) as caught:
+        with self.assertRaises(ToolError) as caught:
             Patch.parse("cpu/x.patch", text)
         self.assertIn(says, str(caught.exception))
         self.assertIn("patches/cpu/x.patch", str(caught.exception))
@@ -85,12 +85,12 @@ class TestParse(unittest.TestCase):
             (PATCH.replace(hunk, "@@ -7,0 +8,1 @@"), "more lines than its @@"),
             (PATCH.replace("Remove-When: upstream counts them\n", ""), "lacks Remove-When"),
             (PATCH.replace("Author: sglang-ddtree authors", "Author:"), "lacks Author"),
-            (PATCH.replace("Author", "Writer"), "Writer is no header field"),
+            (PATCH.replace("Author", "Writer"), "expected a header field of"),
             (PATCH.replace("Seam: sglang.srt.engine:Engine.start", "Seam: Engine.start"), "module:Qual.name"),
             (PATCH.partition("---")[0], "ends before"),
             (
                 PATCH + "--- a/sglang/srt/engine.py\n+++ b/sglang/srt/engine.py\n@@ -1,0 +2 @@\n+x\n",
-                "once for each file",
+                "once per file",
             ),
             (PATCH.replace("+++ b/sglang/srt", "+++ b/sglang"), "expected '--- a/PATH'"),
             (PATCH + "@@ -3,0 +6 @@\n+import x\n", "must ascend"),
@@ -115,7 +115,7 @@ class TestMerge(unittest.TestCase):
 
     def test_no_such_line(self):
         for source, after in ((b"1\n", 2), (b"1\n2", 2)):
-            with self.assertRaisesRegex(Stop, f"no line {after}"):
+            with self.assertRaisesRegex(ToolError, f"no line {after}"):
                 merge(source, [self.patch("a", (after, "x"))], "f")
 
 
@@ -153,7 +153,10 @@ class TestCommands(ToolsCase):
         for text, says in (
             (PATCH + "-import os\n", "removed line"),
             (PATCH.replace("+        count()", "         count()"), "context line"),
-            (PATCH.replace("+        count()", "+        count("), "is no Python any more"),
+            (
+                PATCH.replace("+        count()", "+        count("),
+                "is not valid Python after cpu/count-starts.patch",
+            ),
             (PATCH.replace("@@ -7,0 +8,2", "@@ -700,0 +8,2"), "has no line 700"),
             (PATCH.replace("srt/engine.py", "srt/motor.py"), "has no sglang/srt/motor.py"),
         ):
@@ -172,10 +175,10 @@ class TestCommands(ToolsCase):
     def test_what_was_recorded_must_come_out(self):
         self.add()
         self.write("patches/cpu/count-starts.patch", PATCH.replace("        count()", "        count() "))
-        self.refused("dev", self.tmp / "d", says="comes out otherwise than patches/post.sha256 says")
+        self.refused("dev", self.tmp / "d", says="differs from patches/post.sha256 once patched")
         self.write("patches/cpu/count-starts.patch", PATCH)
         self.release({"0.5.23": UPSTREAM | {"sglang/srt/engine.py": "\n" + UPSTREAM["sglang/srt/engine.py"]}})
-        self.refused("dev", self.tmp / "d", says="is not what the patches are for: run the rebase")
+        self.refused("dev", self.tmp / "d", says="is not the file that the patches are for: run the rebase")
 
     def test_check_names_what_breaks_a_rule(self):
         five = "".join(f"+        x{i} = 1\n" for i in range(4))
@@ -203,7 +206,7 @@ class TestCommands(ToolsCase):
         self.write("patches/graph/stray.patch", SECOND)
         self.refused("check", says="patches/graph/stray.patch is not in the series")
 
-    def test_five_lines_are_allowed_for_each_function(self):
+    def test_five_lines_are_allowed_per_function(self):
         self.add(PATCH.replace("8,2 @@", "8,5 @@") + "".join(f"+        x{i} = 1\n" for i in range(3)))
         self.patchset("check")
 
@@ -247,7 +250,7 @@ class TestCommands(ToolsCase):
     def test_missing_patch_file(self):
         self.add()
         (self.root / "patches/cpu/count-starts.patch").unlink()
-        self.refused("check", says="lists cpu/count-starts.patch, which is not there")
+        self.refused("check", says="lists cpu/count-starts.patch, which does not exist")
 
 
 class TestThisRepository(unittest.TestCase):
@@ -257,7 +260,7 @@ class TestThisRepository(unittest.TestCase):
 
 class TestEdit(ToolsCase):
     def edit(self, name: str, folder: str, after: str, *lines: str) -> None:
-        """Open the patch and add `lines` after the line `after` of engine.py, as a person would."""
+        """Open the patch and add `lines` after the line `after` of engine.py, like a person would."""
         self.patchset("edit", name, "--dir", self.root / folder)
         path = self.root / folder / "sglang/srt/engine.py"
         text = path.read_text()
@@ -321,7 +324,7 @@ class TestEdit(ToolsCase):
             (text.replace("import os\n", ""), "removes line 1"),
             (text.replace("size = 3", "size = 4"), "alters or removes line 5"),
             (text.replace(first, first + "        x = 1\n"), "between those of another patch"),
-            (text.replace("import os\n", "import os\nimport (\n"), "is no Python any more"),
+            (text.replace("import os\n", "import os\nimport (\n"), "is not valid Python after cpu/x.patch"),
         ):
             with self.subTest(says):
                 path.write_text(changed_text)

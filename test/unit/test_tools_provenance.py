@@ -1,11 +1,11 @@
-"""No upstream code here: the check of this repository, and that the check finds what it is for."""
+"""No upstream code in this repository, and the check would find some."""
 
 from __future__ import annotations
 
 import subprocess
 import unittest
 
-from tools_case import ROOT, UPSTREAM, ToolsCase, register_cpu_ci
+from support.tools_case import ROOT, UPSTREAM, ToolsCase, register_cpu_ci
 
 from tools.provenance import RUN, check, copies, essence
 from tools.upstream import Pins, Release
@@ -28,7 +28,7 @@ class TestCopies(unittest.TestCase):
         self.assertEqual(
             [(c.path, c.line, c.count, c.source) for c in found], [("ours.py", 2, RUN, "sglang/theirs.py")]
         )
-        self.assertIn("ours.py:2: 6 lines are those of upstream's sglang/theirs.py", str(found[0]))
+        self.assertIn("ours.py:2: 6 lines are also in upstream's sglang/theirs.py", str(found[0]))
 
     def test_a_longer_run_is_one_finding(self):
         self.assertEqual([c.count for c in self.find(self.lines(15))], [15])
@@ -39,7 +39,7 @@ class TestCopies(unittest.TestCase):
         ]
         self.assertEqual([c.line for c in self.find("".join(hidden))], [1])
 
-    def test_a_patch_and_a_kernel_are_looked_at_too(self):
+    def test_patches_and_kernels_are_checked_too(self):
         self.assertEqual(len(self.find("+" + self.lines(RUN).replace("\n", "\n+"), "x.patch")), 1)
         self.assertEqual(len(self.find(self.lines(RUN), "x.cuh")), 1)
 
@@ -86,17 +86,19 @@ class TestCheckouts(ToolsCase):
         subprocess.run(["git", "init", "-q"], cwd=self.root, check=True)
         self.patchset("provenance")
         self.write("sgl-kernel/csrc/ours.cu", THEIRS)
-        self.assertIn("sgl-kernel/csrc/ours.cu:1: 19 lines are those", self.patchset("provenance", status=1))
+        self.assertIn(
+            "sgl-kernel/csrc/ours.cu:1: 19 lines are also in", self.patchset("provenance", status=1)
+        )
 
     def test_outside_git(self):
-        self.refused("provenance", says="needs the git checkout")
+        self.refused("provenance", says="needs a git checkout")
 
     def test_further_sources(self):
         subprocess.run(["git", "init", "-q"], cwd=self.root, check=True)
         self.write("docs/ours.md", THEIRS)
         other = self.tmp / "other"
         other.mkdir()
-        self.refused("provenance", "--also", other, says="has no source files to compare with")
+        self.refused("provenance", "--also", other, says="expected a folder with source files")
         (other / "a.cuh").write_text(THEIRS)
         self.assertIn("docs/ours.md:1: 19 lines", self.patchset("provenance", "--also", other, status=1))
 
@@ -104,8 +106,8 @@ class TestCheckouts(ToolsCase):
         upstream = Release.get(Pins.load())
         self.assertEqual([str(copy) for copy in check(ROOT, upstream)], [])
 
-    def test_this_repository_would_be_found_out(self):
-        # Against the real wheel: a real function of upstream's, planted among our files, is found.
+    def test_a_copy_in_this_repository_would_be_found(self):
+        # Plants a real function of upstream among our files and compares with the real wheel.
         upstream = Release.get(Pins.load())
         name = "sglang/srt/plugins/hook_registry.py"
         source = upstream.read(name).decode()

@@ -1,14 +1,13 @@
-"""Carrying a series to another release: with the real 0.5.22 and 0.5.23, and with what may go wrong on the way."""
+"""Carrying a series to another release: the real 0.5.22 and 0.5.23, and everything that can go wrong."""
 
 from __future__ import annotations
 
 import ast
 import shutil
 import subprocess
-import sys
 import unittest
 
-from tools_case import PATCH, ROOT, UPSTREAM, ToolsCase, make_wheel, register_cpu_ci
+from support.tools_case import PATCH, PYTHON, ROOT, UPSTREAM, ToolsCase, make_wheel, register_cpu_ci
 
 from tools.patch import Hunk, Patch
 from tools.patchset import main
@@ -19,12 +18,12 @@ from tools.upstream import Pins, Release, cache_dir, fetch
 
 register_cpu_ci(est_time=60, suite="unit")
 
-# Patches whose seams 0.5.22 does not have, with the reason. They sit out the round trip.
+# Patches whose seams 0.5.22 does not have, with the reason. The round trip skips them.
 NOT_IN_0_5_22 = {"graph/stream-safe-capture.patch": "0.5.23 has RowBucketGraphRunner._record first"}
 
 
 def head(source: bytes, name: str) -> int:
-    """The line before the first statement of function `name`, as code can be put in there."""
+    """Return the line before the first statement of function `name`, after which code can be added."""
     first, last = symbols(source)[name].spans[0]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and node.end_lineno == last and first <= node.lineno < last:
@@ -34,20 +33,20 @@ def head(source: bytes, name: str) -> int:
 
 class Rebase(ToolsCase):
     def kept(self) -> dict[str, bytes]:
-        """What a failed rebase must not change."""
+        """Return the files that a failed rebase must not change."""
         names = [self.root / "upstream.toml", *(p for p in self.root.glob("patches/**/*") if p.is_file())]
         return {str(p): p.read_bytes() for p in names}
 
     def stops(self, *args: str, says: str) -> None:
         before = self.kept()
         said = self.patchset("rebase", *args, status=1)
-        last = [line for line in said.splitlines() if line.startswith("patchset: ")]
+        last = [line for line in said.splitlines() if line.startswith("error: ")]
         self.assertEqual(len(last), 1, said)
         self.assertIn(says, last[0])
         self.assertEqual(self.kept(), before)
 
     def git(self, *args: str) -> None:
-        """Work in the temporary repository as a person would, with no identity configured."""
+        """Run git in the temporary repository like a person who has configured no identity."""
         environ = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(self.tmp), "GIT_EDITOR": "true"}
         subprocess.run(
             ["git", *args], cwd=self.root / "build/rebase", env=environ, check=True, capture_output=True
@@ -55,7 +54,7 @@ class Rebase(ToolsCase):
 
 
 class TestRealReleases(Rebase):
-    """A series of ours for 0.5.22 goes to 0.5.23; the wheels are upstream's."""
+    """A series for 0.5.22 is carried to 0.5.23, with upstream's real wheels."""
 
     def setUp(self):
         super().setUp()
@@ -63,8 +62,8 @@ class TestRealReleases(Rebase):
         cache_dir().mkdir(parents=True, exist_ok=True)
         self.cache.symlink_to(cache_dir(), target_is_directory=True)
         pins = Pins.load()
-        python = "cp%d%d" % sys.version_info[:2]
-        wheels = tuple(w for w in pins.wheels if w.version in ("0.5.22", "0.5.23") and w.python == python)
+        releases = ("0.5.22", "0.5.23")
+        wheels = tuple(w for w in pins.wheels if w.version in releases and w.python == PYTHON)
         for wheel in wheels:
             fetch(wheel, self.cache)
         self.write("upstream.toml", Pins("0.5.22", "0.4.9", "ddtree.1", wheels).format())
@@ -73,7 +72,7 @@ class TestRealReleases(Rebase):
         )
 
     def add_at(self, name: str, *places: tuple[str, int | None], indent: str = " " * 8) -> None:
-        """Add a patch that puts two lines at the head of each module:function, or after the given line."""
+        """Add a patch with two lines at the head of each module:function, or after the given line."""
         hunks: dict[str, list[Hunk]] = {}
         for seam, after in places:
             module, function = seam.split(":")
@@ -115,9 +114,8 @@ class TestRealReleases(Rebase):
         self.patchset("check")
         made = self.series.assemble(self.new)
         self.assertEqual(set(made), {"sglang/srt/plugins/__init__.py", self.SCHEDULER, self.RUNNER})
-        for seam in (
-            self.SEAMS
-        ):  # each pair of lines is at the head of its function again, not merely somewhere in it
+        # Each pair of lines is at the head of its function again, not just somewhere in it.
+        for seam in self.SEAMS:
             module, function = seam.split(":")
             path = module_path(module, self.new.__contains__)
             lines = made[path].decode().split("\n")
@@ -126,19 +124,19 @@ class TestRealReleases(Rebase):
             self.assertEqual(lines[at + 1].strip(), "count()")
         self.assertFalse((self.root / "build/rebase").exists())
 
-    def test_conflict_is_mended_by_hand(self):
-        # Line 959 of 0.5.22's model_runner.py is rewritten in 0.5.23: git cannot say where a line after it belongs.
+    def test_conflict_is_resolved_by_hand(self):
+        # 0.5.23 rewrites line 959 of 0.5.22's model_runner.py, so git cannot place a line after it.
         seam = "sglang.srt.model_executor.model_runner:ModelRunner.alloc_memory_pool"
         self.add_at("cpu/plugins.patch", ("sglang.srt.plugins:load_plugins", None), indent=" " * 4)
         self.add_at("graph/pool.patch", (seam, 959))
-        self.stops("0.5.23", says=f"graph/pool.patch does not fit {self.RUNNER} any more: mend it in")
+        self.stops("0.5.23", says=f"graph/pool.patch no longer fits {self.RUNNER}: resolve it in")
         self.stops("0.5.23", says="holds a rebase: finish it with --continue")
         self.stops("0.5.23", "--continue", says="is not finished: git rebase --continue there first")
         source = self.new.read(self.RUNNER)
         lines = source.decode().split("\n")
         at = head(source, "ModelRunner.alloc_memory_pool")
-        mended = lines[:at] + ["        from sglang.srt.ours import count", "        count()"] + lines[at:]
-        (self.root / "build/rebase" / self.RUNNER).write_text("\n".join(mended))
+        resolved = lines[:at] + ["        from sglang.srt.ours import count", "        count()"] + lines[at:]
+        (self.root / "build/rebase" / self.RUNNER).write_text("\n".join(resolved))
         self.git("add", "-A")
         self.git("rebase", "--continue")
         self.patchset("rebase", "0.5.23", "--continue")
@@ -156,14 +154,18 @@ class TestRealReleases(Rebase):
         self.assertIn("sglang/srt/multimodal/modality.py", str(gone[0]))  # where 0.5.23 has it
         (self.root / "patches/cpu/moved.patch").unlink()
         self.patchset("refresh")
-        self.stops("0.5.23", says="cpu/pad.patch does not fit sglang/srt/managers/schedule_batch.py any more")
+        self.stops("0.5.23", says="cpu/pad.patch no longer fits sglang/srt/managers/schedule_batch.py")
         self.git("rebase", "--skip")
-        self.stops("0.5.23", "--continue", says="lost cpu/pad.patch: a patch is dropped by deleting its file")
+        self.stops(
+            "0.5.23",
+            "--continue",
+            says="lost cpu/pad.patch: the only way to drop a patch is to delete its file",
+        )
 
 
 class TestOurSeries(unittest.TestCase):
     def test_round_trip(self):
-        """The series of this repository goes back to 0.5.22 and forth again, and is then the same to the byte."""
+        """This repository's series goes back to 0.5.22 and forward again without changing a byte."""
         case = ToolsCase()
         case.setUp()
         self.addCleanup(case.doCleanups)
@@ -193,7 +195,7 @@ class TestSmallReleases(Rebase):
     ENGINE = "sglang/srt/engine.py"
 
     def publish(self, old: str, new: str) -> None:
-        """Have upstream's 0.6.0 read `new` where engine.py reads `old`."""
+        """Publish a 0.6.0 in which engine.py has `new` in place of `old`."""
         self.assertIn(old, UPSTREAM[self.ENGINE])
         self.release(
             {"0.5.23": UPSTREAM, "0.6.0": UPSTREAM | {self.ENGINE: UPSTREAM[self.ENGINE].replace(old, new)}}
@@ -227,7 +229,7 @@ class TestSmallReleases(Rebase):
         self.stops("0.6.0", "--continue", says="build/rebase holds no rebase to finish")
 
     def test_the_pinned_one(self):
-        self.stops("0.5.23", says="is at sglang 0.5.23 already")
+        self.stops("0.5.23", says="is already at sglang 0.5.23")
 
     def test_upstream_took_it(self):
         lines = "                from sglang.srt.ours import count\n                count()\n"
@@ -236,7 +238,7 @@ class TestSmallReleases(Rebase):
         self.stops("0.6.0", says="cpu/count-starts.patch")
 
     def test_lines_that_would_land_in_another_function(self):
-        # The body stays, and git is content; but it is another function's now.
+        # The body stays, so git applies the patch. But the body now belongs to another function.
         self.publish("def start(self, port)", "def begin(self, port)")
         said = self.patchset("rebase", "0.6.0", status=1)
         self.assertRegex(said, rf"(?m)^{GONE} +sglang.srt.engine:Engine.start")

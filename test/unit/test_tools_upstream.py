@@ -1,4 +1,4 @@
-"""Getting the pinned wheel: what can go wrong stops with one sentence and leaves the cache as it was."""
+"""Fetching the pinned wheel: each failure is one sentence and leaves the cache unchanged."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import unittest
 from collections import namedtuple
 from unittest import mock
 
-from tools_case import PYTHON, ROOT, UPSTREAM, ToolsCase, make_wheel, register_cpu_ci
+from support.tools_case import PYTHON, ROOT, UPSTREAM, ToolsCase, make_wheel, register_cpu_ci
 
 from tools import upstream
-from tools.upstream import Pins, Stop, fetch
+from tools.errors import ToolError
+from tools.upstream import Pins, fetch
 
 register_cpu_ci(est_time=20, suite="unit")
 
@@ -27,7 +28,7 @@ class TestPins(unittest.TestCase):
             self.assertRegex(wheel.sha256, "^[0-9a-f]{64}$")
             self.assertRegex(wheel.tag, "^manylinux_.*_x86_64$")
 
-    def test_the_stand_in_for_the_kernels_has_their_version(self):
+    def test_the_stub_of_the_kernels_has_their_version(self):
         version = f'"{Pins.load().kernel}+cpu"'
         host = ROOT / "sgl-kernel" / "cpu_stub"
         self.assertIn(f"\nversion = {version}\n", (host / "pyproject.toml").read_text())
@@ -35,26 +36,26 @@ class TestPins(unittest.TestCase):
 
     def test_a_python_upstream_has_no_wheel_for(self):
         with self.assertRaisesRegex(
-            Stop, "no sglang .* wheel for cp399, only for: cp311, cp312; use such a Python"
+            ToolError, "no sglang .* wheel for cp399, only for: cp311, cp312; use one of these Pythons"
         ):
             Pins.load().wheel(python="cp399")
 
     def test_another_machine(self):
         with (
             mock.patch("platform.machine", return_value="aarch64"),
-            self.assertRaisesRegex(Stop, "linux on aarch64"),
+            self.assertRaisesRegex(ToolError, "linux on aarch64"),
         ):
             Pins.load().wheel()
 
     def test_an_old_python(self):
-        # tools/__init__.py is all that an old interpreter gets to see, and it must be able to read it.
+        # An old interpreter sees tools/__init__.py only, and must be able to parse it.
         source = (ROOT / "tools/__init__.py").read_text()
         ast.parse(source, feature_version=(3, 6))
         code = f"import sys; sys.version_info = (3, 10, 13); exec({source!r})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         self.assertEqual(done.returncode, 1)
         self.assertRegex(
-            done.stderr, r"^sglang-ddtree needs Python 3.11 or newer .* this is Python 3\.10 at .*\.\n$"
+            done.stderr, r"^sglang-ddtree needs Python 3.11 or newer .* This is Python 3\.10 at .*\.\n$"
         )
 
 
@@ -110,7 +111,7 @@ class TestFetch(ToolsCase):
     def test_no_pip(self):
         done = mock.Mock(returncode=1, stdout=f"{sys.executable}: No module named pip\n")
         with mock.patch("subprocess.run", return_value=done):
-            self.refused("fetch", says="has no pip to fetch sglang==0.5.23 with", **self.offline)
+            self.refused("fetch", says="has no pip to fetch sglang==0.5.23", **self.offline)
 
     def test_too_little_disk(self):
         usage = namedtuple("usage", "total used free")(0, 0, 1 << 10)

@@ -1,4 +1,4 @@
-"""The wheel that `pip install .` gives: ours, upstream's, and nothing else; the same bytes each time."""
+"""The wheel that `pip install .` builds: upstream's files, ours, nothing else, the same bytes each time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
-from tools_case import ROOT, ToolsCase, register_cpu_ci
+from support.tools_case import ROOT, ToolsCase, register_cpu_ci
 
-from tools import build_wheel
+from tools import build_wheel, distinfo
 from tools.series import Series, module_path
 from tools.symbols import changed
 from tools.upstream import Pins, Release
@@ -27,6 +27,16 @@ register_cpu_ci(est_time=60, suite="unit")
 
 
 class TestOfSmallCheckout(ToolsCase):
+    METADATA = "sglang-0.5.23+ddtree.1.dist-info/METADATA"
+
+    @property
+    def pins(self) -> Pins:
+        return Pins.load(self.root)
+
+    def write_cpu_requirements(self) -> None:
+        self.write("requirements/torch-cpu.lock", "# by hand\ntorch==2.0.1+cpu \\\n    --hash=sha256:0\n")
+        self.write("requirements/cpu.in", "# What\nfirst==1.0\nsecond==2.0  # pinned\n")
+
     def build(self, folder: str = "dist") -> zipfile.ZipFile:
         path = self.patchset("build", self.tmp / folder).strip()
         return zipfile.ZipFile(path)
@@ -37,12 +47,37 @@ class TestOfSmallCheckout(ToolsCase):
 
     def test_metadata_is_upstreams_with_our_version_and_licences(self):
         with self.build() as wheel:
-            text = wheel.read("sglang-0.5.23+ddtree.1.dist-info/METADATA").decode()
+            text = wheel.read(self.METADATA).decode()
         meta = email.message_from_string(text)
         self.assertEqual(meta["Version"], "0.5.23+ddtree.1")
-        self.assertEqual(meta.get_all("Requires-Dist"), ["torch", "sglang-kernel==0.4.10"])
+        self.assertEqual(
+            meta.get_all("Requires-Dist"),
+            ["torch", "sglang-kernel==0.4.10", 'extra-package; extra == "more"'],
+        )
         self.assertEqual(meta.get_all("License-File"), ["LICENSE", "LICENSE-ddtree", "NOTICE"])
         self.assertEqual(meta.get_payload(), "Version: 1 is what the description says\n")
+
+    def test_metadata_of_the_cpu_profile_states_what_it_installs(self):
+        self.write_cpu_requirements()
+        info = distinfo.files(self.pins, self.series, self.upstream, "cpu")
+        meta = email.message_from_bytes(info[self.METADATA])
+        self.assertEqual(
+            meta.get_all("Requires-Dist"),
+            [
+                'extra-package; extra == "more"',
+                "torch==2.0.1",
+                "sglang-kernel==0.4.10",
+                "first==1.0",
+                "second==2.0",
+            ],
+        )
+        self.assertEqual(meta["Version"], "0.5.23+ddtree.1")
+        self.assertEqual(meta.get_payload(), "Version: 1 is what the description says\n")
+
+    def test_an_unknown_profile_is_refused(self):
+        with mock.patch("sys.stderr", new_callable=io.StringIO) as said, self.assertRaises(SystemExit):
+            build_wheel.build_wheel(str(self.tmp), {"profile": "tpu"})
+        self.assertEqual(said.getvalue(), "error: profile: expected cpu or cuda, got tpu.\n")
 
     def test_notice_names_what_was_changed(self):
         self.add()
@@ -80,10 +115,9 @@ class TestOfSmallCheckout(ToolsCase):
     def test_sdist_builds_the_same_wheel(self):
         self.add()
         self.write("README.md", "")
-        hook = (
-            "from tools import build_wheel as b; b.build_sdist('.'); b.build_wheel('.', {'cache': %r})"
-            % str(self.cache)
-        )
+        self.write_cpu_requirements()
+        settings = {"cache": str(self.cache), "profile": "cpu"}  # needs requirements/ in the sdist
+        hook = f"from tools import build_wheel as b; b.build_sdist('.'); b.build_wheel('.', {settings})"
         subprocess.run([sys.executable, "-c", hook], cwd=self.root, check=True)
         sdist = self.root / "sglang-0.5.23+ddtree.1.tar.gz"
         with tarfile.open(sdist) as tar:
@@ -105,7 +139,7 @@ class TestOfSmallCheckout(ToolsCase):
 
 
 class TestReal(unittest.TestCase):
-    """The wheel of this checkout, built twice by pip as a user would, and installed."""
+    """The wheel of this checkout, built twice by pip like a user would, and installed."""
 
     @classmethod
     def setUpClass(cls):
@@ -149,7 +183,7 @@ class TestReal(unittest.TestCase):
             self.assertEqual((digest, size), (f"sha256={want}", str(len(data))), name)
 
     def test_changes_nothing_but_what_the_patches_claim(self):
-        # With ours off (docs/design.md) what is left is the added lines: in these files and functions, nowhere else.
+        # With our features off (docs/design.md), only the added lines remain, in these files and functions.
         inside = {n for n in self.names if not n.startswith(self.info)}
         theirs = {n for n in self.upstream.entries if not n.startswith(self.upstream.dist_info)}
         self.assertEqual(theirs - inside, set())

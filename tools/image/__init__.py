@@ -1,1 +1,1 @@
-"""The container image: what its stages call (wheels, cuda, prune, info), and its build and test (build, test)."""
+"""The container image: build makes it; the stages of docker/Dockerfile run native, cuda, prune and info."""

@@ -13,12 +13,12 @@ from pathlib import Path
 from tools.environment import source_files
 from tools.upstream import ROOT, Pins
 
-# Also in the image, and no source of an environment.
+# Files that are also in the image and are not sources of an environment.
 RECIPE = ("docker/Dockerfile", "docker/entrypoint.py", "docker/prune.toml")
 
 
 def digest(files: list[Path]) -> str:
-    """sha256 of the files' names and contents."""
+    """Return the sha256 of the files' names and contents."""
     total = hashlib.sha256()
     for file in files:
         total.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
@@ -26,15 +26,16 @@ def digest(files: list[Path]) -> str:
 
 
 def build_info(target: str, architectures: str = "") -> dict[str, str]:
-    """Returns the record of an image.
+    """Return the record of an image.
 
     Args:
         target: the stage of docker/Dockerfile, 'cpu' or 'cuda'.
-        architectures: what our kernels are compiled for, as TORCH_CUDA_ARCH_LIST has it; empty on a CPU.
+        architectures: of our kernels, written as in TORCH_CUDA_ARCH_LIST; empty for the CPU.
 
     Returns:
-        version, upstream, target, architectures; patchset, the sha256 of the patches and of the modules laid over
-        upstream; build_id, which changes with anything that the image is made from and names its caches' folder.
+        version, upstream, target and architectures.
+        patchset: the sha256 of the patches and of our modules.
+        build_id: depends on everything that the image is made from, and names its folder of caches.
     """
     pins = Pins.load()
     sources = source_files()

@@ -1,4 +1,4 @@
-"""A small checkout with a small upstream wheel, to try the tools on. Neither needs sglang or a network."""
+"""A small checkout with a small upstream wheel, for tests of the tools. Neither needs sglang or a network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import io
 import os
 import shutil
-import sys
 import tempfile
 import textwrap
 import unittest
@@ -15,14 +14,12 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
+from tools import patchset
+from tools.series import Series
+from tools.upstream import Pins, Release, Wheel, python_tag
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # for `python test/unit/test_X.py`, as upstream runs its tests
-
-from tools import patchset  # noqa: E402
-from tools.series import Series  # noqa: E402
-from tools.upstream import Pins, Release, Wheel  # noqa: E402
-
-PYTHON = "cp%d%d" % sys.version_info[:2]
+PYTHON = python_tag()
 
 UPSTREAM = {
     "sglang/__init__.py": "",
@@ -66,15 +63,16 @@ Test: test/unit/test_tools_patches.py
 
 
 def register_cpu_ci(est_time: float, suite: str) -> None:
-    """Upstream's collect_tests reads the call from the source; this stand-in lets the file run without sglang."""
+    """Stand in for upstream's function, whose calls collect_tests reads from the source, without sglang."""
 
 
 def make_wheel(folder: Path, version: str, files: dict[str, str]) -> Wheel:
-    """Write an upstream wheel of `files` (indented text) into `folder`; returns its row for upstream.toml."""
+    """Write an upstream wheel of `files` (indented text) into `folder`; return its row for upstream.toml."""
     info = f"sglang-{version}.dist-info"
     tag = f"{PYTHON}-{PYTHON}-manylinux_2_34_x86_64"
     meta = f"Metadata-Version: 2.4\nName: sglang\nVersion: {version}\nLicense-File: LICENSE\nRequires-Dist: torch\n"
-    meta += "Requires-Dist: sglang-kernel==0.4.10\n\nVersion: 1 is what the description says\n"
+    meta += 'Requires-Dist: sglang-kernel==0.4.10\nRequires-Dist: extra-package; extra == "more"\n'
+    meta += "\nVersion: 1 is what the description says\n"
     files = {name: textwrap.dedent(text) for name, text in files.items()} | {
         f"{info}/METADATA": meta,
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: x (1)\nRoot-Is-Purelib: false\nTag: {tag}\n",
@@ -94,7 +92,7 @@ def make_wheel(folder: Path, version: str, files: dict[str, str]) -> Wheel:
 
 
 class ToolsCase(unittest.TestCase):
-    """self.root: a checkout with one module of ours and no patch; self.cache: holds upstream's wheels 0.5.23 and 0.6."""
+    """self.root is a checkout with one module of ours and no patch. self.cache holds upstream's wheels."""
 
     def setUp(self):
         self.tmp = Path(tempfile.mkdtemp(prefix="ddtree-test-"))
@@ -110,7 +108,7 @@ class ToolsCase(unittest.TestCase):
         self.release({"0.5.23": UPSTREAM})
 
     def release(self, versions: dict[str, dict[str, str]]) -> None:
-        """Publish upstream `versions`; the first is the pin."""
+        """Publish upstream `versions`. The first one is the pin."""
         wheels = tuple(make_wheel(self.cache, version, files) for version, files in versions.items())
         pins = Pins(next(iter(versions)), "0.4.10", "ddtree.1", wheels)
         self.write("upstream.toml", pins.format())
@@ -122,31 +120,34 @@ class ToolsCase(unittest.TestCase):
         return path
 
     def add(self, text: str = PATCH, name: str = "cpu/count-starts.patch") -> None:
-        """Put a patch in and refresh; it must go through."""
+        """Add a patch and refresh, which must succeed."""
         self.write(f"patches/{name}", text)
         self.patchset("refresh")
 
     def patchset(self, *args: object, status: int = 0, **env: str) -> str:
-        """Run the command line on the checkout; returns what it says. status: the exit status it must have."""
+        """Run the command line on the checkout, which must exit with `status`; return what it prints."""
         said = io.StringIO()
         with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(self.cache.parent)} | env):
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                got = patchset.main([str(a) for a in args], self.root)
+                try:
+                    got = patchset.main([str(a) for a in args], self.root)
+                except SystemExit as stopped:
+                    got = stopped.code
         self.assertEqual(got, status, said.getvalue())
         return said.getvalue()
 
     def refused(self, *args: object, says: str, **env: str) -> None:
-        """Run the command line: it must fail with one sentence that has `says` in it, and change nothing."""
+        """Run the command line, which must fail with one sentence that has `says` in it and change nothing."""
         before = self.snapshot()
         said = self.patchset(*args, status=1, **env)
         sentences = [line for line in said.splitlines() if not line.startswith("fetching ")]
         self.assertEqual(len(sentences), 1, said)
-        self.assertRegex(sentences[0], "^patchset: .*[.]$")
+        self.assertRegex(sentences[0], "^error: .*[.]$")
         self.assertIn(says, sentences[0])
         self.assertEqual(self.snapshot(), before)
 
     def snapshot(self) -> dict[str, bytes | str]:
-        """Every file of the checkout and the cache."""
+        """Return every file of the checkout and the cache."""
         files = (
             p for p in sorted(self.tmp.rglob("*")) if "__pycache__" not in p.parts and ".git" not in p.parts
         )
