@@ -1,5 +1,5 @@
-// Prints what the traits of the partial kernels define but machine code does not show: for each instantiation its template
-// arguments, threads per block and dynamic shared memory. kernel_report.py compiles and runs it.
+// Prints what the traits of the partial kernels define but machine code does not show: for each instantiation its
+// template arguments, threads per block and dynamic shared memory. kernel_report.py compiles and runs it.
 #include <cstdio>
 
 #include "tree_verify/traits.h"

@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import torch
-
-from .ancestors import ancestor_words
+from sgl_kernel.ddtree.ancestors import ancestor_words
 
 _ops = torch.ops.sgl_kernel
 _Record = TypeVar("_Record", bound="_FixedTensors")

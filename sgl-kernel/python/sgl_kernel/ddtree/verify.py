@@ -4,8 +4,7 @@ import os
 from dataclasses import dataclass
 
 import torch
-
-from .limits import MAX_NODES, MLA_HEAD_SIZES
+from sgl_kernel.ddtree.limits import MAX_NODES, MLA_HEAD_SIZES
 
 _ops = torch.ops.sgl_kernel
 

@@ -24,7 +24,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # a host without CUDA
-    triton = None  # type: ignore[assignment]
+    triton = None
 
 logger = logging.getLogger(__name__)
 

@@ -310,7 +310,7 @@ class StreamSafeCapture(GuardMode):
     def _after_record(self, event: torch.cuda.Event, stream: torch.cuda.Stream | None) -> None:
         # Kept on the event, not in a weak dictionary: torch 2.11 frees events without clearing weak references.
         if threading.get_ident() == self._thread:
-            event._graph_guard_source = stream or self._device.current()  # type: ignore[attr-defined]
+            event._graph_guard_source = stream or self._device.current()
 
     def _after_wait(self, event: torch.cuda.Event, stream: torch.cuda.Stream | None) -> None:
         if threading.get_ident() != self._thread:
