@@ -140,7 +140,7 @@ def verify(device: str) -> torch.Tensor:
     num_nodes, h_q, size = inputs["q"].shape
     h_kv = inputs["k_cache"].shape[1]
     workspace = verify_workspace(
-        batch=1, num_nodes=num_nodes, h_q=h_q, h_kv=h_kv, d_qk=size, d_v=size, device=device
+        max_bs=1, num_nodes=num_nodes, h_q=h_q, h_kv=h_kv, d_qk=size, d_v=size, device=device
     )
     return verify_gqa(**inputs, workspace=workspace).cpu()
 
