@@ -339,10 +339,7 @@ class TestParts(Scratch):
         text = (ROOT / "docker/Dockerfile").read_text()
         for name in ("VERSION", "UPSTREAM", "PATCHSET", "BUILD_ID", "REVISION", "CREATED"):
             self.assertEqual(text.count(f"ARG {name}="), 2, name)
-        listed = f'ARCHITECTURES="{build.ARCHITECTURES["cuda"]}"'
-        self.assertEqual(text.count(f"ARG CUDA_{listed}"), 2)
-        toolchain = ROOT / "python/sglang/srt/environment_check/toolchain.py"
-        self.assertIn(f"DEFAULT_{listed.replace('=', ' = ')}", toolchain.read_text())
+        self.assertEqual(text.count(f'ARG CUDA_ARCHITECTURES="{build.ARCHITECTURES["cuda"]}"'), 2)
 
 
 if __name__ == "__main__":
