@@ -8,7 +8,7 @@ LIST = ROOT / "sgl-kernel" / "architectures.txt"
 
 
 def architectures(name: str) -> str:
-    """Returns the architectures listed under `name` ('default' or 'image'), written as in TORCH_CUDA_ARCH_LIST.
+    """Return the architectures listed under `name` ('default' or 'image'), written as in TORCH_CUDA_ARCH_LIST.
 
     Raises:
         KeyError: the list has no such name.

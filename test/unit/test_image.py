@@ -5,6 +5,7 @@ import http.server
 import importlib.util
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -334,6 +335,20 @@ class TestParts(Scratch):
             with self.assertRaises(ToolError) as caught:
                 build.check_host("cpu", self.folder)
         self.assertIn("apt-get install --no-install-recommends debootstrap", str(caught.exception))
+
+    def test_the_kernels_stage_has_the_tools_that_it_runs(self):
+        stages = (ROOT / "docker/Dockerfile").read_text().partition(" AS cpu-kernels")[0]
+        copied = re.findall(r"(?m)^COPY (tools/.*) \S+$", stages)
+        for name in " ".join(copied).split():
+            self.write(name, (ROOT / name).read_text())
+        done = subprocess.run(
+            [sys.executable, "-c", "import tools.image.native"],
+            cwd=self.folder,
+            env={},
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_the_dockerfile_declares_what_the_build_passes(self):
         text = (ROOT / "docker/Dockerfile").read_text()
