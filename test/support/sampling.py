@@ -90,7 +90,7 @@ class SamplingChecks:
         pairs = pairs[pairs[:, 1] > 0]
         chi = ((pairs[:, 0] - pairs[:, 1]) ** 2 / pairs[:, 1]).sum()
         freedom = len(pairs) - 1
-        # Wilson and Hilferty: (chi / freedom) ** (1/3) is nearly normal. Its quantile 1 - 1e-5 is 4.265.
+        # Wilson and Hilferty: (chi / freedom) ** (1/3) is nearly normal, whose quantile 1 - 1e-5 is 4.265.
         spread = (2 / (9 * freedom)) ** 0.5
         return float(chi / (freedom * (1 - spread**2 + 4.265 * spread) ** 3))
 
