@@ -75,7 +75,7 @@ class TestPrefillBackend(CustomTestCase):
         self.assertEqual(split, "HybridAttnBackend")
         # SGLang's eager runner calls mixed batches EXTEND too.
         self.assertEqual(seen["prefill_backend"], ("Prefill", {"EXTEND"}))
-        self.assertEqual(seen["decode_backend"], ("DDTreeTorchNativeAttnBackend", {"TARGET_VERIFY"}))
+        self.assertEqual(seen["decode_backend"], ("TorchNativeTreeVerify", {"TARGET_VERIFY"}))
 
 
 if __name__ == "__main__":

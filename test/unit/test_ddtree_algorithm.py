@@ -2,11 +2,11 @@
 
 import unittest
 
-from ddtree_case import ArgumentsCase
 from sglang.srt.runtime_context import publish
 from sglang.srt.speculative.ddtree.algorithm import DDTreeAlgorithm
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.test.ci.ci_register import register_cpu_ci
+from support.ddtree_arguments import ArgumentsCase
 
 register_cpu_ci(est_time=12, suite="unit")
 

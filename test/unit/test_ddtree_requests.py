@@ -3,10 +3,10 @@
 import unittest
 from types import SimpleNamespace
 
-from ddtree_case import ArgumentsCase
 from sglang.srt.runtime_context import publish
 from sglang.srt.speculative.dflash_utils import validate_dflash_request
 from sglang.test.ci.ci_register import register_cpu_ci
+from support.ddtree_arguments import ArgumentsCase
 
 register_cpu_ci(est_time=12, suite="unit")
 

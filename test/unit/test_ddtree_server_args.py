@@ -6,12 +6,12 @@ import unittest
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from ddtree_case import MODEL, ArgumentsCase
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.runtime_context import get_spec, override_platform, publish
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.speculative.ddtree import server_args
 from sglang.test.ci.ci_register import register_cpu_ci
+from support.ddtree_arguments import MODEL, ArgumentsCase
 
 register_cpu_ci(est_time=30, suite="unit")
 
