@@ -198,6 +198,7 @@ RecurrentVerifyParams recurrent_verify_params(const Tensor& q, const Tensor& k, 
   p.h_v = static_cast<int32_t>(h_v);
   p.d_k = static_cast<int32_t>(d_k);
   p.d_v = static_cast<int32_t>(d_v);
+  p.heads_per_key = p.h_v / p.h_k;
   return p;
 }
 
@@ -235,6 +236,7 @@ RecurrentCommitParams recurrent_commit_params(const Tensor& states, const Tensor
   p.h_v = static_cast<int32_t>(h_v);
   p.d_k = static_cast<int32_t>(d_k);
   p.d_v = static_cast<int32_t>(d_v);
+  p.heads_per_key = p.h_v / p.h_k;
   return p;
 }
 

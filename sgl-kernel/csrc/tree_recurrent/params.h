@@ -14,7 +14,7 @@
 namespace ddtree {
 
 constexpr int kMaxRecurrentNodes = 64;  // N of the CUDA kernels
-constexpr int kMaxConvWidth = 8;
+constexpr int kMaxConvWidth = 5;
 constexpr float kNormEpsilon = 1e-6f;          // added to the sum of squares of q and k
 constexpr float kSoftplusThreshold = 20.0f;    // softplus(x) = x above it
 constexpr int kRecurrentWordBits = 64;         // bit j of word j / 64: node j is an ancestor of the node, or the node
@@ -81,6 +81,7 @@ struct RecurrentVerifyParams {
   bool normalize;     // divide q and k by their L2 norms
   float lower_bound;  // kChannelDelta: 0 for the softplus gate
   int32_t bs, num_nodes, words, h_k, h_v, d_k, d_v;
+  int32_t heads_per_key;  // h_v / h_k
 };
 
 // Applies the accepted paths of all layers.
@@ -98,6 +99,7 @@ struct RecurrentCommitParams {
   IndexArray track_positions;
   bool per_channel;
   int32_t layers, bs, num_nodes, block_size, h_k, h_v, d_k, d_v;
+  int32_t heads_per_key;
 };
 
 // A node's output is act(bias + sum over j < width of weight[width - 1 - j] x_j), x_0 the node's input, x_j the one of

@@ -59,7 +59,7 @@ struct NodeInputs {
 };
 
 NodeInputs node_inputs(const RecurrentVerifyParams& p, int64_t row, int head) {
-  const int key_head = head / (p.h_v / p.h_k);
+  const int key_head = head / p.heads_per_key;
   NodeInputs in;
   double q_squares = 0, k_squares = 0;
   for (int c = 0; c < p.d_k; ++c) {
@@ -122,8 +122,8 @@ void verify_head(const RecurrentVerifyParams& p, int request, int head) {
     for (int64_t c = 0; c < channels; ++c) {
       p.g_kept[((first + t) * p.h_v + head) * channels + c] = static_cast<float>(in.g[c]);
     }
-    if (head % (p.h_v / p.h_k) == 0) {
-      const int key_head = head / (p.h_v / p.h_k);
+    if (head % p.heads_per_key == 0) {
+      const int key_head = head / p.heads_per_key;
       const int64_t size = size_of(p.k.type);
       std::memcpy(static_cast<char*>(p.k_kept) + ((first + t) * p.h_k + key_head) * p.d_k * size,
                   static_cast<const char*>(p.k.data) + ((first + t) * p.k.stride_t + key_head * p.k.stride_h) * size,
@@ -163,7 +163,7 @@ void commit_head(const RecurrentCommitParams& p, int layer, int request, int hea
   const int32_t length = p.lengths[request];
   if (slot < 0 || length <= 0) return;
   const int64_t track = read(p.track_indices, request), track_position = read(p.track_positions, request);
-  const int key_head = head / (p.h_v / p.h_k), channels = p.per_channel ? p.d_k : 1;
+  const int key_head = head / p.heads_per_key, channels = p.per_channel ? p.d_k : 1;
   const auto address = [&](int64_t to_slot, int j, int c) {
     return layer * p.states.stride_layer + to_slot * p.states.stride_slot + head * p.states.stride_h +
            j * p.states.stride_v + c * p.states.stride_k;

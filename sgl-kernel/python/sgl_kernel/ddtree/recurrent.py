@@ -232,7 +232,7 @@ def tree_conv_verify(
             pass its transpose).
         state_indices: [bs] int32 or int64, the requests' slots; negative: none.
         ancestors: [bs * N, words] int64, as in tree_recurrent_verify().
-        weight: [dim, width] with a width of 2 to 8.
+        weight: [dim, width] with a width of 2 to 5.
         bias: [dim] or None.
         workspace: [layers, rows, dim] of x's dtype, rows >= bs * N: takes the inputs for tree_conv_commit().
         layer: which layer of the workspace.
