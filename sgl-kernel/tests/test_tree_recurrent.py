@@ -238,7 +238,11 @@ def test_poison(kind, value, where, device):
             if not inside:
                 assert torch.equal(got[row], clean[row]), f"row {row} is no descendant of {poison}"
                 assert torch.equal(case.workspace.u[0, row], clean_case.workspace.u[0, row])
-        reads = where in ("q", "k", "v") or (where == "a" and kind != "fixed") or (where == "b" and kind in KINDS[:2])
+        reads = (
+            where in ("q", "k", "v")
+            or (where == "a" and kind != "fixed")
+            or (where == "b" and kind in KINDS[:2])
+        )
         if reads and not (value > 0 and where in ("a", "b")):  # a gate of infinity is a number
             assert got[poison].isnan().any() or got[poison].isinf().any()
 
@@ -289,7 +293,9 @@ def test_many_steps(kind, device):
 
 
 class ConvCase:
-    def __init__(self, device, dtype, shapes, nodes, dim, width, *, layers=1, bias=True, channels_last=False, seed=0):
+    def __init__(
+        self, device, dtype, shapes, nodes, dim, width, *, layers=1, bias=True, channels_last=False, seed=0
+    ):
         rng = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
 
@@ -372,7 +378,9 @@ def test_convolution(name, activation, device):
     assert torch.equal(case.window, before)
 
     rng = random.Random(1)
-    paths = [path_to(tree, rng.randrange(case.nodes)) if i != 1 else [] for i, tree in enumerate(case.parents)]
+    paths = [
+        path_to(tree, rng.randrange(case.nodes)) if i != 1 else [] for i, tree in enumerate(case.parents)
+    ]
     positions = [rng.choice([-1, 0, len(p) - 1, rng.randrange(len(p) + 1)]) for p in paths]
     longest = max(map(len, paths)) + 1
     tree_conv_commit(
@@ -390,7 +398,9 @@ def test_convolution(name, activation, device):
         for request, (slot, path, position) in enumerate(zip(case.slots, paths, positions, strict=True)):
             if slot < 0 or not path:
                 continue
-            want[layer, slot] = case.history(before, layer, request, path[-1])[:, 1 - case.width :].to(case.dtype)
+            want[layer, slot] = case.history(before, layer, request, path[-1])[:, 1 - case.width :].to(
+                case.dtype
+            )
             if 0 <= position < len(path):
                 tracked = case.history(before, layer, request, path[position])[:, 1 - case.width :]
                 want[layer, case.track_slots[request]] = tracked.to(case.dtype)
@@ -421,7 +431,17 @@ def test_opcheck(device):
     arguments += [gate.a_log, gate.dt_bias, None, 1.0, True, 0.0, torch.empty_like(case.v[0])]
     arguments += [kept.k[0, :rows], kept.u[0, :rows], kept.g[0, :rows]]
     torch.library.opcheck(torch.ops.sgl_kernel.ddtree_recurrent_verify.default, arguments, test_utils=tests)
-    arguments = [case.states, indices, path, lengths, kept.k[:, :rows], kept.u[:, :rows], kept.g[:, :rows], None, None]
+    arguments = [
+        case.states,
+        indices,
+        path,
+        lengths,
+        kept.k[:, :rows],
+        kept.u[:, :rows],
+        kept.g[:, :rows],
+        None,
+        None,
+    ]
     torch.library.opcheck(torch.ops.sgl_kernel.ddtree_recurrent_commit.default, arguments, test_utils=tests)
     conv = ConvCase(device, shapes=("random",), **CONV_CASES["plain"])
     arguments = [conv.x[0], conv.window[0], conv.state_indices, conv.ancestors, conv.weight[0], None, True]

@@ -97,8 +97,12 @@ class Case:
         sizes = (self.h_k * self.d_k, self.h_k * self.d_k, self.h_v * self.d_v)
         mixed = normal(self.layers, rows, sum(sizes) + 8, scale=0.5 if self.normalize else self.d_k**-0.5)
         parts = mixed[..., : sum(sizes)].split(sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (heads, -1)) for part, heads in zip(parts, (self.h_k, self.h_k, self.h_v)))
-        self.q, self.k, self.v = (q, k, v) if self.strided else (q.contiguous(), k.contiguous(), v.contiguous())
+        q, k, v = (
+            part.unflatten(-1, (heads, -1)) for part, heads in zip(parts, (self.h_k, self.h_k, self.h_v))
+        )
+        self.q, self.k, self.v = (
+            (q, k, v) if self.strided else (q.contiguous(), k.contiguous(), v.contiguous())
+        )
         width = self.h_v * (self.d_k if self.kind == "channel" else 1)
         both = normal(self.layers, rows, width + self.h_v)
         self.a, self.b = both[..., :width], both[..., width:]
@@ -140,9 +144,7 @@ class Case:
         return self.d_k**-0.5
 
     def gate(self, layer: int = 0):
-        a, b, decay, bias, skip = (
-            t[layer] for t in (self.a, self.b, self.decay, self.bias, self.skip)
-        )
+        a, b, decay, bias, skip = (t[layer] for t in (self.a, self.b, self.decay, self.bias, self.skip))
         if self.kind == "gated":
             return GatedDelta(a, b, decay, bias)
         if self.kind == "channel":
@@ -170,7 +172,11 @@ class Case:
             rate = decay.exp()[:, None]
             g = -rate * softplus if self.lower_bound is None else self.lower_bound * torch.sigmoid(rate * x)
         elif self.kind == "space":
-            g, beta, skip = (wide(-self.decay[layer].exp()) * softplus)[:, None], softplus, wide(self.skip[layer])
+            g, beta, skip = (
+                (wide(-self.decay[layer].exp()) * softplus)[:, None],
+                softplus,
+                wide(self.skip[layer]),
+            )
         else:
             g, beta = -wide(self.decay[layer].exp())[:, None], torch.ones(self.h_v, dtype=torch.float64)
         return q * self.scale, k, wide(self.v[layer, row]), g, beta, skip
@@ -210,6 +216,9 @@ def expected(case: Case, request: int, layer: int = 0) -> Expected:
         out.states.append(state)
         out.bounds.append(bound)
         out.o.append(o)
-        error = q.norm(dim=-1)[:, None] * (bound + epsilon * state.norm(dim=-1)) + epsilon * (skip[:, None] * v).abs()
+        error = (
+            q.norm(dim=-1)[:, None] * (bound + epsilon * state.norm(dim=-1))
+            + epsilon * (skip[:, None] * v).abs()
+        )
         out.o_bound.append(error + UNIT[case.dtype] * (o.abs() + error))
     return out

@@ -89,7 +89,7 @@ int64_t nodes_of(const char* name, int64_t rows, int64_t bs) {
 
 const uint64_t* ancestor_words(const Tensor& ancestors, const Arg& first, int64_t rows, int64_t num_nodes) {
   Arg("ancestors", ancestors).on(first).dtype({kLong}).shape({rows, Arg::kAny}).contiguous();
-  check(ancestors.size(1) * kRecurrentWordBits >= num_nodes, "ancestors",
+  check(ancestors.size(1) * kAncestorWordBits >= num_nodes, "ancestors",
         "a word of 64 bits for each 64 of the " + std::to_string(num_nodes) + " nodes of a request",
         "shape " + shape_string(ancestors));
   return reinterpret_cast<const uint64_t*>(ancestors.const_data_ptr<int64_t>());

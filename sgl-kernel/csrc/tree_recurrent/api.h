@@ -46,10 +46,10 @@ using RunRecurrent = void (*)(const Params&, const Tensor&);
 
 // The ops' signatures, each written once; `run` is one of the above.
 template <RunRecurrent<RecurrentVerifyParams> run>
-void recurrent_verify(Tensor q, Tensor k, Tensor v, Tensor states, Tensor state_indices, Tensor ancestors,
-                      int64_t kind, OptionalTensor gate, OptionalTensor beta, Tensor decay, OptionalTensor bias,
-                      OptionalTensor skip, double scale, bool normalize, double lower_bound, Tensor o, Tensor k_kept,
-                      Tensor u_kept, Tensor g_kept) {
+void recurrent_verify(Tensor q, Tensor k, Tensor v, Tensor states, Tensor state_indices, Tensor ancestors, int64_t kind,
+                      OptionalTensor gate, OptionalTensor beta, Tensor decay, OptionalTensor bias, OptionalTensor skip,
+                      double scale, bool normalize, double lower_bound, Tensor o, Tensor k_kept, Tensor u_kept,
+                      Tensor g_kept) {
   run(recurrent_verify_params(q, k, v, states, state_indices, ancestors, kind, gate, beta, decay, bias, skip, scale,
                               normalize, lower_bound, o, k_kept, u_kept, g_kept),
       q);

@@ -67,8 +67,7 @@ void run(const char* op, const Params& params, const Tensor& like) {
 void run_cuda(const RecurrentVerifyParams& p, const Tensor& like) {
   check_type("q", p.q.type, {FloatType::kBFloat16});
   check_states(p.states, p.d_k, p.d_v);
-  check(p.num_nodes <= kMaxRecurrentNodes, "q", "at most 64 nodes per request on CUDA",
-        std::to_string(p.num_nodes));
+  check(p.num_nodes <= kMaxRecurrentNodes, "q", "at most 64 nodes per request on CUDA", std::to_string(p.num_nodes));
   check_aligned("q", p.q);
   check_aligned("k", p.k);
   check_aligned("v", p.v);

@@ -1,5 +1,5 @@
-// The accepted path into the states, in place: the recurrence S = diag(exp(g)) S + k u^T, token by token, with the state
-// in registers. Once through, reading and writing each state once.
+// The accepted path into the states, in place: the recurrence S = diag(exp(g)) S + k u^T, token by token, with the
+// state in registers. Once through, reading and writing each state once.
 #pragma once
 
 #include "tree_recurrent/device.cuh"
@@ -37,8 +37,7 @@ __device__ __forceinline__ void store_4(State* at, int64_t stride, const float (
     if constexpr (sizeof(State) == 4) {
       *reinterpret_cast<float4*>(at) = make_float4(x[0], x[1], x[2], x[3]);
     } else {
-      *reinterpret_cast<uint2*>(at) =
-          make_uint2(pack2<__nv_bfloat16>(x[0], x[1]), pack2<__nv_bfloat16>(x[2], x[3]));
+      *reinterpret_cast<uint2*>(at) = make_uint2(pack2<__nv_bfloat16>(x[0], x[1]), pack2<__nv_bfloat16>(x[2], x[3]));
     }
     return;
   }
@@ -65,7 +64,7 @@ __global__ void __launch_bounds__(kCommitThreads, 3)
     return static_cast<State*>(p.states.data) + layer * p.states.stride_layer + to_slot * p.states.stride_slot +
            head * p.states.stride_h + column * p.states.stride_v + channel * p.states.stride_k;
   };
-  const auto store = [&](int64_t to_slot, const float(&state)[kCommitRows][4]) {
+  const auto store = [&](int64_t to_slot, const float (&state)[kCommitRows][4]) {
     int64_t stride = p.states.stride_v;
     asm volatile("" : "+l"(stride));  // else sixteen addresses stay in registers from the loads to here
     State* at = address(to_slot);
@@ -75,13 +74,14 @@ __global__ void __launch_bounds__(kCommitThreads, 3)
 
   float state[kCommitRows][4];
 #pragma unroll
-  for (int row = 0; row < kCommitRows; ++row) load_4(address(slot) + row * p.states.stride_v, p.states.stride_k, state[row]);
+  for (int row = 0; row < kCommitRows; ++row)
+    load_4(address(slot) + row * p.states.stride_v, p.states.stride_k, state[row]);
   const int64_t* path = p.path + int64_t(request) * p.block_size;
   for (int i = 0; i < length; ++i) {
     const int64_t node = int64_t(request) * p.num_nodes + path[i];
     float k[4], factor[4];
-    load_4(static_cast<const __nv_bfloat16*>(p.k.data) + layer * p.k_stride_layer +
-               (node * p.h_k + key_head) * kDk + channel,
+    load_4(static_cast<const __nv_bfloat16*>(p.k.data) + layer * p.k_stride_layer + (node * p.h_k + key_head) * kDk +
+               channel,
            1, k);
     const float* g = p.g + layer * p.g_stride_layer;
     if (p.per_channel) {
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kCommitThreads, 3)
 #pragma unroll
       for (float& x : factor) x = decay;
     }
-    const auto* u = reinterpret_cast<const float4*>(p.u + layer * p.u_stride_layer + (node * p.h_v + head) * p.d_v +
-                                                    column);
+    const auto* u =
+        reinterpret_cast<const float4*>(p.u + layer * p.u_stride_layer + (node * p.h_v + head) * p.d_v + column);
 #pragma unroll
     for (int quad = 0; quad < kCommitRows / 4; ++quad) {
       const float4 values = u[quad];

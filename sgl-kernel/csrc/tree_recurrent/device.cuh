@@ -6,6 +6,7 @@
 
 #include "common/mma_sm80.cuh"
 #include "tree_recurrent/params.h"
+#include "tree_recurrent/parent.h"
 
 namespace ddtree {
 
@@ -25,14 +26,6 @@ __device__ __forceinline__ float load_float(const FloatArray& array, int64_t row
 __device__ __forceinline__ int64_t load_index(const IndexArray& array, int64_t i) {
   if (array.data == nullptr) return -1;
   return array.is_64 ? static_cast<const int64_t*>(array.data)[i] : static_cast<const int32_t*>(array.data)[i];
-}
-
-// The nearest ancestor of a node: nodes come after their parents, so the highest bit below its own. -1: none.
-__device__ __forceinline__ int parent_of(const uint64_t* words, int node) {
-  int w = node / kRecurrentWordBits;
-  uint64_t bits = words[w] & ((uint64_t(1) << node % kRecurrentWordBits) - 1);
-  while (bits == 0 && w > 0) bits = words[--w];
-  return bits ? w * kRecurrentWordBits + 63 - __clzll(bits) : -1;
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
@@ -68,9 +61,7 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
 // Volatile, so that the loads stay where they are written: long before their use.
 __device__ __forceinline__ uint4 load_global_16(const void* address) {
   uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address));
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
   return v;
 }
 

@@ -11,13 +11,14 @@
 
 #include <cstdint>
 
+#include "common/draft_tree.h"
+
 namespace ddtree {
 
 constexpr int kMaxRecurrentNodes = 64;  // N of the CUDA kernels
 constexpr int kMaxConvWidth = 5;
-constexpr float kNormEpsilon = 1e-6f;          // added to the sum of squares of q and k
-constexpr float kSoftplusThreshold = 20.0f;    // softplus(x) = x above it
-constexpr int kRecurrentWordBits = 64;         // bit j of word j / 64: node j is an ancestor of the node, or the node
+constexpr float kNormEpsilon = 1e-6f;        // added to the sum of squares of q and k
+constexpr float kSoftplusThreshold = 20.0f;  // softplus(x) = x above it
 
 enum class FloatType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
@@ -59,20 +60,20 @@ struct IndexArray {
 
 // Request r owns rows [r N, (r + 1) N) of every array of rows.
 struct RecurrentVerifyParams {
-  FloatArray q, k;    // [bs N, h_k, d_k]; value head h reads key head h / (h_v / h_k)
-  FloatArray v;       // [bs N, h_v, d_v]
-  FloatArray gate;    // [bs N, h_v], per channel: [bs N, h_v, d_k]; kFixedDecay: none
-  FloatArray beta;    // [bs N, h_v], delta rules only
-  FloatArray decay;   // [h_v]
-  FloatArray bias;    // [h_v], per channel: [h_v, d_k]; or none
-  FloatArray skip;    // [h_v] or none
+  FloatArray q, k;   // [bs N, h_k, d_k]; value head h reads key head h / (h_v / h_k)
+  FloatArray v;      // [bs N, h_v, d_v]
+  FloatArray gate;   // [bs N, h_v], per channel: [bs N, h_v, d_k]; kFixedDecay: none
+  FloatArray beta;   // [bs N, h_v], delta rules only
+  FloatArray decay;  // [h_v]
+  FloatArray bias;   // [h_v], per channel: [h_v, d_k]; or none
+  FloatArray skip;   // [h_v] or none
   StatePool states;
   IndexArray state_indices;   // [bs]; a request without a slot: o is zero, nothing is kept for the commit
   const uint64_t* ancestors;  // [bs N, words]
 
   FloatArray o;  // [bs N, h_v, d_v] (written)
   // What commit needs. u is divided by the norm of k, so that k can stay as it came.
-  void* k_kept;  // [bs N, h_k, d_k] of k's type
+  void* k_kept;   // [bs N, h_k, d_k] of k's type
   float* u_kept;  // [bs N, h_v, d_v]
   float* g_kept;  // [bs N, h_v], per channel: [bs N, h_v, d_k]
 
@@ -105,8 +106,8 @@ struct RecurrentCommitParams {
 // A node's output is act(bias + sum over j < width of weight[width - 1 - j] x_j), x_0 the node's input, x_j the one of
 // its j-th nearest ancestor, and past the root the stored window, latest input last.
 struct ConvVerifyParams {
-  FloatArray x;      // [bs N, dim]
-  StatePool window;  // (slot, channel, position): stride_h per channel, stride_k per position
+  FloatArray x;               // [bs N, dim]
+  StatePool window;           // (slot, channel, position): stride_h per channel, stride_k per position
   IndexArray state_indices;   // [bs]; a request without a slot: out is zero, nothing is kept for the commit
   const uint64_t* ancestors;  // [bs N, words]
   FloatArray weight;          // [dim, width] contiguous

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/float_types.h"
+#include "tree_recurrent/parent.h"
 
 namespace ddtree {
 namespace {
@@ -38,24 +39,14 @@ int64_t read(const IndexArray& array, int64_t i) {
   return array.is_64 ? static_cast<const int64_t*>(array.data)[i] : static_cast<const int32_t*>(array.data)[i];
 }
 
-// The nearest ancestor: nodes come after their parents, so the highest bit below the node's own. -1: none.
-int parent_of(const uint64_t* words, int node) {
-  for (int w = node / kRecurrentWordBits; w >= 0; --w) {
-    uint64_t bits = words[w];
-    if (w == node / kRecurrentWordBits) bits &= (uint64_t{1} << node % kRecurrentWordBits) - 1;
-    if (bits) return w * kRecurrentWordBits + 63 - __builtin_clzll(bits);
-  }
-  return -1;
-}
-
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 double softplus(double x) { return x > kSoftplusThreshold ? x : std::log1p(std::exp(x)); }
 
 // Per node of one request and value head, what does not depend on a state.
 struct NodeInputs {
-  std::vector<double> q, k;     // scaled and normalized
-  std::vector<double> g;        // per channel, or one
-  double beta = 1, norm = 1;    // u = beta * (...); norm of k
+  std::vector<double> q, k;   // scaled and normalized
+  std::vector<double> g;      // per channel, or one
+  double beta = 1, norm = 1;  // u = beta * (...); norm of k
 };
 
 NodeInputs node_inputs(const RecurrentVerifyParams& p, int64_t row, int head) {
@@ -76,9 +67,7 @@ NodeInputs node_inputs(const RecurrentVerifyParams& p, int64_t row, int head) {
   }
 
   const double decay = read(p.decay, 0, head);
-  const auto gate = [&](int c) {
-    return read(p.gate, row, head, c) + (p.bias.data ? read(p.bias, 0, head, c) : 0);
-  };
+  const auto gate = [&](int c) { return read(p.gate, row, head, c) + (p.bias.data ? read(p.bias, 0, head, c) : 0); };
   switch (p.kind) {
     case RecurrentKind::kGatedDelta:
       in.g = {-std::exp(decay) * softplus(gate(0))};
@@ -206,10 +195,10 @@ void convolve_node(const ConvVerifyParams& p, int64_t row) {
     double sum = p.bias.data ? read(p.bias, 0, 0, c) : 0;
     for (int j = 0; j < p.width; ++j) {
       const int64_t position = p.width - 1 + sources[j];  // in the window, for a negative source
-      const double x = sources[j] >= 0 ? read(p.x, sources[j], 0, c)
-                                       : read(p.window.type, p.window.data,
-                                              slot * p.window.stride_slot + c * p.window.stride_h +
-                                                  position * p.window.stride_k);
+      const double x = sources[j] >= 0
+                           ? read(p.x, sources[j], 0, c)
+                           : read(p.window.type, p.window.data,
+                                  slot * p.window.stride_slot + c * p.window.stride_h + position * p.window.stride_k);
       sum += read(p.weight.type, p.weight.data, int64_t{c} * p.width + p.width - 1 - j) * x;
     }
     write(p.out.type, out, row * p.out.stride_t + c, p.silu ? sum * sigmoid(sum) : sum);
@@ -259,8 +248,7 @@ void run_reference(const RecurrentVerifyParams& p, int64_t begin, int64_t end) {
 
 void run_reference(const RecurrentCommitParams& p, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
-    commit_head(p, static_cast<int>(i / p.h_v / p.bs), static_cast<int>(i / p.h_v % p.bs),
-                static_cast<int>(i % p.h_v));
+    commit_head(p, static_cast<int>(i / p.h_v / p.bs), static_cast<int>(i / p.h_v % p.bs), static_cast<int>(i % p.h_v));
   }
 }
 

@@ -22,10 +22,10 @@
 
 namespace ddtree {
 
-constexpr float kLowestLogDecay = -128.f;          // exp of it is 0 in float32
-constexpr float kFixedPoint = 1099511627776.f;     // 2^40: path sums of g are exact in 64-bit integers
+constexpr float kLowestLogDecay = -128.f;       // exp of it is 0 in float32
+constexpr float kFixedPoint = 1099511627776.f;  // 2^40: path sums of g are exact in 64-bit integers
 constexpr int kColumnsPerWarp = 16;
-constexpr int kVerifyThreads = 128;                // at most
+constexpr int kVerifyThreads = 128;  // at most
 
 template <typename State_, int kDk_, int kTiles_, bool kChannel_>
 struct VerifyTraits {
@@ -40,10 +40,10 @@ struct VerifyTraits {
 
   // Per node.
   struct Nodes {
-    NodeSet mask[kNodes];   // ancestors and the node; none past num_nodes
-    long long g[kNodes];    // fixed point
-    float2 sum[kNodes];     // G in two parts, so that differences keep their digits
-    float decay[kNodes];    // exp(G)
+    NodeSet mask[kNodes];  // ancestors and the node; none past num_nodes
+    long long g[kNodes];   // fixed point
+    float2 sum[kNodes];    // G in two parts, so that differences keep their digits
+    float decay[kNodes];   // exp(G)
     float beta[kNodes], k_factor[kNodes], q_factor[kNodes];
     uint32_t bad_g[2], bad[2];  // bit sets of nodes
   };
@@ -135,7 +135,9 @@ struct StateFragment {
 
 // Byte offset of a 16-byte chunk in a row of q or k: eight rows' same chunk, and two rows' four neighbouring chunks,
 // lie in distinct banks.
-__device__ __forceinline__ int chunk_offset(int row, int chunk) { return (chunk ^ ((row & 1) << 2 | (row >> 1 & 3))) << 4; }
+__device__ __forceinline__ int chunk_offset(int row, int chunk) {
+  return (chunk ^ ((row & 1) << 2 | (row >> 1 & 3))) << 4;
+}
 
 // The same in a row of per-channel decays.
 __device__ __forceinline__ int decay_offset(int row, int channel) {
@@ -354,7 +356,7 @@ struct VerifyBlock {
 
   // A and M with one decay per node: products of tiles of nodes, a block at a time.
   __device__ __forceinline__ void make_system() const {
-      const int g = lane / 4, c = lane & 3;
+    const int g = lane / 4, c = lane & 3;
     for (int task = warp; task < (delta ? 2 * kBlocks : kBlocks); task += warps) {
       const bool of_m = !delta || (task & 1);
       const int index = delta ? task / 2 : task;
@@ -626,7 +628,7 @@ struct VerifyBlock {
           q_low = {__byte_perm(x.x, x.y, 0x7632), __byte_perm(x.z, x.w, 0x7632), __byte_perm(y.x, y.y, 0x7632),
                    __byte_perm(y.z, y.w, 0x7632)};
         }
-        const auto accumulate = [&](float(&d)[4], const char* data, const uint4& low) {
+        const auto accumulate = [&](float (&d)[4], const char* data, const uint4& low) {
           const uint4 x = *reinterpret_cast<const uint4*>(data + at);
           mma_m16n8k16<__nv_bfloat16>(d, hi[0], x.x, x.y);
           mma_m16n8k16<__nv_bfloat16>(d, hi[1], x.z, x.w);
@@ -647,7 +649,7 @@ struct VerifyBlock {
 
   // U and O of this warp's columns, a tile of nodes after the other; o stays in the slab.
   __device__ __forceinline__ void solve(const StateFragment<typename Traits::State, kDk>& state, int column) const {
-      const int g = lane / 4, c = lane & 3;
+    const int g = lane / 4, c = lane & 3;
     const float skip = p.skip.data ? load_float(p.skip, 0, head) : 0.f;
     NodeSet bad = node_set(nodes.bad);
     uint32_t u_hi[kTiles][4], u_lo[kTiles][4];
