@@ -2,7 +2,8 @@
 
 `with_tree_verify` wraps a backend. The wrapper runs TARGET_VERIFY with the tree ops of sgl_kernel.ddtree.
 Prefill, decode, graph buffers and upstream's checks by type are unchanged. If prefill runs on another
-backend, the wrapper is the decoding half of upstream's HybridAttnBackend, which gets the verify.
+backend, the wrapper is the decoding half of upstream's HybridAttnBackend, which gets the verify. If the target has
+recurrent layers, upstream's HybridLinearAttnBackend holds this wrapper and one of ddtree_linear_backend.
 
     native     the tree ops
     triton     the base backend, with a full mask written from the ancestor words
@@ -13,7 +14,7 @@ backend, the wrapper is the decoding half of upstream's HybridAttnBackend, which
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -26,7 +27,9 @@ from sgl_kernel.ddtree import (
     verify_workspace,
 )
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.ddtree_wrap import wrap
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from sgl_kernel.ddtree import VerifyWorkspace
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates
 
 logger = logging.getLogger(__name__)
 
@@ -229,9 +233,8 @@ class TreeVerifyMixin(AttentionBackend):
         """
         shape = layer_shape(layer)
         q = q.view(-1, shape[0], shape[2])
-        ancestors = self.tree_ancestors
-        if ancestors is None:
-            ancestors = self._block_ancestors(layer, forward_batch.spec_info.draft_token_num, q.shape[0])
+        causal = layer.attn_type == AttentionType.DECODER
+        ancestors = self.ancestors_of(forward_batch.spec_info.draft_token_num, q.shape[0], causal=causal)
         kv_indptr, kv_indices = self._prefix_slots()
         window = layer.sliding_window_size
         common = dict(
@@ -257,9 +260,19 @@ class TreeVerifyMixin(AttentionBackend):
             o = verify_gqa(q, keys, values, sinks=sinks, **scales, **common)
         return o.view(q.shape[0], -1)
 
-    def _block_ancestors(self, layer: RadixAttention, num_nodes: int, tokens: int) -> torch.Tensor:
-        """Returns the ancestor words of each request's draft block: [tokens, words] int64."""
-        causal = layer.attn_type == AttentionType.DECODER
+    def ancestors_of(self, num_nodes: int, tokens: int, *, causal: bool = True) -> torch.Tensor:
+        """Returns the ancestor words of the trees or, if the verify has none, of each request's draft block.
+
+        Args:
+            num_nodes: per request.
+            tokens: of the batch.
+            causal: of a draft block.
+
+        Returns:
+            [tokens, words] int64.
+        """
+        if self.tree_ancestors is not None:
+            return self.tree_ancestors
         if causal not in self.tree_blocks:
             self.tree_blocks[causal] = chain_ancestors(num_nodes, causal, self.tree_runner.device)
         return self.tree_blocks[causal].repeat(tokens // num_nodes, 1)
@@ -339,25 +352,6 @@ class TorchNativeTreeVerify(TreeVerifyMixin, TorchNativeAttnBackend):
         return self.tree_kv_indptr, self.tree_kv_indices
 
 
-Wrapper = TypeVar("Wrapper", bound=AttentionBackend)
-
-
-def _wrap(wrapper: type[Wrapper], backend: AttentionBackend) -> Wrapper:
-    """Makes an object of class `wrapper`, a subclass of the backend's class, that shares the backend's state.
-
-    Why not an object that holds the backend and forwards to it:
-    - Upstream checks the type: unless it is a TritonAttnBackend, Gemma 3 and 4 give images causal attention.
-    - AttentionBackend has defaults for more than forty attributes and methods. A forwarding object would have
-      to name each of them, and would answer with the default of each that a later release adds.
-    - Models and graph runners read and write plain attributes of the backend, such as forward_metadata.
-    Why not a new backend with a state of its own: upstream's runner builds the backend and may hand it out
-    before it is wrapped.
-    """
-    wrapped = object.__new__(wrapper)
-    wrapped.__dict__ = backend.__dict__
-    return wrapped
-
-
 def with_per_request_graph_buffers(backend: AttentionBackend, runner: ModelRunner) -> AttentionBackend:
     """Wraps the drafter's backend in a TritonDraftBackend if it is upstream's Triton backend.
 
@@ -370,13 +364,18 @@ def with_per_request_graph_buffers(backend: AttentionBackend, runner: ModelRunne
     """
     if type(backend) is not TritonAttnBackend:
         return backend
-    wrapped = _wrap(TritonDraftBackend, backend)
+    wrapped = wrap(TritonDraftBackend, backend)
     wrapped.graph_prefix = runner.req_to_token_pool.req_to_token.shape[1]
     return wrapped
 
 
 def with_tree_verify(
-    backend: AttentionBackend, runner: ModelRunner, *, mode: str, num_nodes: int
+    backend: AttentionBackend,
+    runner: ModelRunner,
+    *,
+    mode: str,
+    num_nodes: int,
+    recurrent: RecurrentStates | None = None,
 ) -> AttentionBackend:
     """Wraps a backend so that it runs TARGET_VERIFY on trees, and everything else as before.
 
@@ -385,6 +384,7 @@ def with_tree_verify(
         runner: the ModelRunner it belongs to.
         mode: "native", "triton" or "validate".
         num_nodes: N, nodes per request in a verify.
+        recurrent: of a target with recurrent layers.
 
     Returns:
         The backend to use instead.
@@ -397,10 +397,19 @@ def with_tree_verify(
             "DDTREE: --prefill-attention-backend: expected a backend that supports "
             f"{' and '.join(wanted)}, such as 'triton' on CUDA, got 'torch_native'."
         )
-    if isinstance(backend, HybridAttnBackend):
-        backend.decode_backend = with_tree_verify(
-            backend.decode_backend, runner, mode=mode, num_nodes=num_nodes
+    common = dict(mode=mode, num_nodes=num_nodes)
+    if type(backend) is HybridLinearAttnBackend and recurrent is not None:
+        from sglang.srt.layers.attention.ddtree_linear_backend import with_recurrent_verify
+
+        full = with_tree_verify(backend.full_attn_backend, runner, **common)
+        linear = with_recurrent_verify(
+            backend.linear_attn_backend, recurrent, tree_backend(full).ancestors_of
         )
+        backend.full_attn_backend, backend.linear_attn_backend = full, linear
+        backend.attn_backend_list = [full, linear]  # in this order: `full` knows the trees first
+        return backend
+    if isinstance(backend, HybridAttnBackend):
+        backend.decode_backend = with_tree_verify(backend.decode_backend, runner, **common)
         return backend
     gaps = "; ".join(not_covered(runner))
     wrapper: type[TreeVerifyMixin]
@@ -421,9 +430,16 @@ def with_tree_verify(
             "DDTREE: target model: expected a model that the Triton or torch backend runs alone, got one for "
             f"which SGLang uses {type(backend).__name__}: serve it without DDTREE."
         )
-    wrapped = _wrap(wrapper, backend)
+    wrapped = wrap(wrapper, backend)
     wrapped._init_tree(runner=runner, mode=mode, num_nodes=num_nodes)
     return wrapped
+
+
+def tree_backend(backend: AttentionBackend) -> TreeVerifyMixin:
+    """Returns the wrapper inside of what with_tree_verify() returned: the one that attends from nodes."""
+    if isinstance(backend, HybridLinearAttnBackend):
+        backend = backend.full_attn_backend
+    return backend.decode_backend if isinstance(backend, HybridAttnBackend) else backend
 
 
 def difference_table(backend: AttentionBackend) -> torch.Tensor | None:
@@ -435,7 +451,7 @@ def difference_table(backend: AttentionBackend) -> torch.Tensor | None:
     Returns:
         [layers, request pool] float32, or None in the other modes.
     """
-    return (backend.decode_backend if isinstance(backend, HybridAttnBackend) else backend).tree_difference
+    return tree_backend(backend).tree_difference
 
 
 def create_draft_backend(runner: ModelRunner) -> AttentionBackend:

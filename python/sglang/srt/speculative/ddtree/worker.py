@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sgl_kernel.ddtree import Accepted, DraftTrees, KVBuffers, accept_path, commit_path
-from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.attention.ddtree_backend import (
     difference_table,
     with_per_request_graph_buffers,
@@ -29,6 +28,7 @@ from sglang.srt.speculative.ddtree.coverage import kv_shapes, widest_window
 from sglang.srt.speculative.ddtree.kv_pool import kv_buffers
 from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader
 from sglang.srt.speculative.ddtree.penalties import OutputPenalties
+from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates, recurrent_gaps
 from sglang.srt.speculative.ddtree.sampling import constrain, target_tokens
 from sglang.srt.speculative.ddtree.tree_builder import TreeBuilder
 from sglang.srt.speculative.ddtree.verify_input import DDTreeVerifyInput
@@ -101,6 +101,7 @@ class DDTreeWorker(DFlashWorkerV2):
         with spec.override(speculative_num_draft_tokens=spec.speculative_dflash_block_size):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self._refuse_models()
+        self.recurrent = RecurrentStates.of(self.model_runner, self.num_nodes)
         if self.model_runner.sliding_window_size is None:
             # The attention backends read it next. Some models (Laguna, MiMo-V2) do not set it: upstream takes
             # it from the KV pool of the layers with a window, which DDTREE does not make
@@ -120,10 +121,10 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _refuse_models(self) -> None:
         """Raises ValueError for a target or a drafter that DDTREE cannot serve."""
-        if mambaish_config(self.model_runner.model_config) is not None:
+        if gaps := "; ".join(recurrent_gaps(self.model_runner, self.num_nodes)):
             raise ValueError(
-                "DDTREE: target model: expected attention layers only, got recurrent layers, whose state "
-                "follows one chain of tokens and not the paths of a tree: serve it without DDTREE."
+                f"DDTREE: target model: expected recurrent layers that the tree ops cover, got {gaps}: serve it "
+                "without DDTREE."
             )
         if self.selector is not None or self.lilicorr is not None or self._is_domino:
             raise ValueError(
@@ -188,7 +189,10 @@ class DDTreeWorker(DFlashWorkerV2):
             self.model_runner,
             mode=get_spec().speculative_ddtree_verify,
             num_nodes=self.num_nodes,
+            recurrent=self.recurrent,
         )
+        if self.recurrent is not None:
+            self.recurrent.log_memory()
         self.builder = self._make_builder()
         self.penalties = OutputPenalties(
             max_requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
@@ -442,6 +446,8 @@ class DDTreeWorker(DFlashWorkerV2):
     def _commit(self, step: Step, hidden: torch.Tensor, accepted: Accepted) -> None:
         """Moves the accepted KV to the front of the window, and gives the drafter the path's hidden states.
 
+        The target's recurrent layers, if any, move on to the end of the path.
+
         Args:
             step: of the batch.
             hidden: [bs * N or more, hidden] of the target.
@@ -454,6 +460,8 @@ class DDTreeWorker(DFlashWorkerV2):
         commit_path(
             accepted.path, accepted.lengths, step.slots, self._kv, hidden[: step.slots.numel()], path_hidden
         )
+        if self.recurrent is not None:
+            self.recurrent.commit(step.batch, step.prefix_lens, accepted)
         cache_loc = self._draft_write_ids(step.plan).view(bs, -1)[:, :width].contiguous()
         self._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=path_hidden.flatten(0, 1),
