@@ -286,7 +286,7 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
     """
     q, gate = q_gate.reshape(-1, heads, 2 * head_dim).chunk(2, dim=-1)
     normalized = fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim)
-    return *normalized, gate.reshape(-1, head_dim)
+    return *normalized, gate.reshape(-1, head_dim).contiguous()
 
 
 def selective_state_update_cpu(
