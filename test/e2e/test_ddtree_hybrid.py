@@ -1,9 +1,11 @@
 """DDTREE on targets with recurrent layers emits what plain decoding emits, and keeps no state per node."""
 
 import os
+import shutil
 import tempfile
 import unittest
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +15,7 @@ from sglang.test.test_utils import CustomTestCase
 from support.hybrid_models import write_nemotron_h, write_qwen3_5, write_qwen3_next
 from support.jobs import fill_context, greedy
 from support.load import schedule, serve
-from support.models import write_models
+from support.models import VOCABULARY, write_models
 from support.processes import run_engine, run_ranks
 from support.prompts import PROMPTS, TOKENS
 from support.sampling import SamplingCheck
@@ -28,17 +30,21 @@ class HybridCase(CustomTestCase):
 
     Attributes:
         write: writes the target.
+        vocabulary: number of tokens of the drafter.
     """
 
     write: Callable[[Path], str]
+    vocabulary = VOCABULARY
 
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
         folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(folder.cleanup)
-        _, drafter = write_models(Path(folder.name))
+        attention_target, drafter = write_models(Path(folder.name), vocabulary=cls.vocabulary)
         cls.target = cls.write(Path(folder.name, "hybrid"))
+        for tokenizer in Path(attention_target).glob("tokenizer*"):
+            shutil.copy(tokenizer, cls.target)
         # Upstream keeps convolution windows in bfloat16 whatever the model's dtype is. Its radix cache for
         # recurrent states does not overlap on a CPU.
         environment = mock.patch.dict(os.environ, SGLANG_MAMBA_CONV_DTYPE="float32")
@@ -158,11 +164,6 @@ class TestQwen3Next(GreedyChecks, HybridCase):
         self.assertEqual(*states, "states leaked")
         self.assertGreater(retracted, 0)
 
-    def test_two_ranks(self):
-        first, second = run_ranks(self.tree | {"tp_size": 2}, greedy)
-        self.assertEqual(first, second)
-        self.assertEqual(first.outputs, self.expected)
-
 
 class TestQwen35(GreedyChecks, HybridCase):
     write = staticmethod(write_qwen3_5)
@@ -172,8 +173,21 @@ class TestNemotronH(GreedyChecks, HybridCase):
     write = staticmethod(write_nemotron_h)
 
 
+class TestTensorParallel(HybridCase):
+    """Two ranks over gloo, with half of the heads each. The vocabulary is large enough to be split."""
+
+    write = staticmethod(partial(write_qwen3_next, vocabulary=128))
+    vocabulary = 128
+
+    def test_two_ranks(self):
+        first, second = run_ranks(self.tree | dict(tp_size=2, speculative_eagle_topk=32), greedy)
+        self.assertEqual(first, second)
+        self.assertEqual(first.outputs, run_engine(self.plain, greedy).outputs)
+        self.assertGreater(first.accepted, 20)
+
+
 class TestSampling(SamplingCheck, HybridCase):
-    write = staticmethod(write_qwen3_next)
+    write = staticmethod(write_qwen3_5)
 
     def test_temperature_1(self):
         self.check(temperature=1.0)

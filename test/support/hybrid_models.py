@@ -46,7 +46,13 @@ def _save(model: PreTrainedModel, folder: Path, dtype: str, drop: str | None = N
 
 
 def write_qwen3_next(
-    folder: Path, *, dtype: str = "float32", d: int = 64, shared_expert: bool = False, seed: int = 5
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    d: int = 64,
+    shared_expert: bool = False,
+    vocabulary: int = VOCABULARY,
+    seed: int = 5,
 ) -> str:
     """Writes a random Qwen3-Next: three GDN layers and one attention layer, all with experts.
 
@@ -55,6 +61,7 @@ def write_qwen3_next(
         dtype: of the weights.
         d: head size of the GDN layers.
         shared_expert: the layers also have a shared expert, as the real model's. Upstream runs it on a GPU only.
+        vocabulary: number of tokens.
         seed: seed of the weights.
 
     Returns:
@@ -65,8 +72,9 @@ def write_qwen3_next(
     torch.manual_seed(seed)
     size = EXPERTS["moe_intermediate_size"] if shared_expert else 0
     config = Qwen3NextConfig(
-        **COMMON, **EXPERTS, **_gdn(d, 2), shared_expert_intermediate_size=size, dtype=dtype
-    )
+        **COMMON | dict(vocab_size=vocabulary), **EXPERTS, **_gdn(d, 2), shared_expert_intermediate_size=size,
+        dtype=dtype,
+    )  # fmt: skip
     return _save(Qwen3NextForCausalLM(config), folder, dtype, None if shared_expert else "shared_expert")
 
 
