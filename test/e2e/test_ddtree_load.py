@@ -10,6 +10,7 @@ from support.processes import run_engine
 
 register_cpu_ci(est_time=90, suite="e2e")
 
+
 class TestLoad(CustomTestCase):
     def test_mixed_load(self):
         _, target, drafter = write_models_for(type(self))

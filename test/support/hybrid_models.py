@@ -136,3 +136,48 @@ def write_nemotron_h(folder: Path, *, dtype: str = "float32", d: int = 64, seed:
     saved.pop("mtp_layers_block_type", None)
     file.write_text(json.dumps(saved))
     return path
+
+
+def write_kimi_linear(folder: Path, *, dtype: str = "bfloat16", d: int = 64, seed: int = 10) -> str:
+    """Writes a random Kimi-Linear: three KDA layers and one MLA layer of the real latent size, all dense.
+
+    Args:
+        folder: folder to create.
+        dtype: of the weights.
+        d: head size of the KDA layers.
+        seed: seed of the weights.
+
+    Returns:
+        The folder.
+    """
+    from safetensors.torch import load_file, save_file
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    torch.manual_seed(seed)
+    layers = range(1, len(LAYERS) + 1)  # the configuration counts from 1
+    linear = dict(
+        full_attn_layers=[i for i in layers if LAYERS[i - 1] == "full_attention"],
+        kda_layers=[i for i in layers if LAYERS[i - 1] == "linear_attention"],
+        num_heads=2, head_dim=d, short_conv_kernel_size=4,
+    )  # fmt: skip
+    mla = dict(kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
+    shape = (
+        {name: value for name, value in COMMON.items() if name != "head_dim"}
+        | mla
+        | dict(num_key_value_heads=2)
+    )
+    config = KimiLinearConfig(
+        **shape, linear_attn_config=linear, first_k_dense_replace=len(LAYERS), pad_token_id=2, dtype=dtype
+    )
+    path = _save(KimiLinearForCausalLM(config), folder, dtype)
+    # transformers renames dense layers as if they were experts, and leaves out names that SGLang reads.
+    weights = load_file(folder / "model.safetensors")
+    weights = {name.replace("block_sparse_moe", "mlp"): weight for name, weight in weights.items()}
+    save_file(weights, folder / "model.safetensors")
+    file = folder / "config.json"
+    saved = json.loads(file.read_text()) | dict(
+        linear_attn_config=linear, first_k_dense_replace=len(LAYERS), num_experts=4, num_experts_per_token=2,
+        num_shared_experts=1, moe_intermediate_size=64, mla_use_nope=True, moe_layer_freq=1,
+    )  # fmt: skip
+    file.write_text(json.dumps(saved))
+    return path

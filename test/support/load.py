@@ -24,7 +24,10 @@ def schedule(seed: int, *, grammars: bool = True) -> list[dict[str, Any]]:
     draw = random.Random(seed)
     planned: list[dict[str, Any]] = []
     for _ in range(REQUESTS):
-        options: dict[str, Any] = {"max_new_tokens": draw.choice([1, 2, 7, 30, 60]), "temperature": draw.choice([0, 0, 1.0])}
+        options: dict[str, Any] = {
+            "max_new_tokens": draw.choice([1, 2, 7, 30, 60]),
+            "temperature": draw.choice([0, 0, 1.0]),
+        }
         kind = draw.random()
         if kind < 0.2 and grammars:
             options["regex"] = REGEX
@@ -46,9 +49,7 @@ def schedule(seed: int, *, grammars: bool = True) -> list[dict[str, Any]]:
     return planned
 
 
-def serve(
-    engine: Engine, planned: list[dict[str, Any]]
-) -> tuple[dict[int, list[int]], tuple[Any, Any]]:
+def serve(engine: Engine, planned: list[dict[str, Any]]) -> tuple[dict[int, list[int]], tuple[Any, Any]]:
     """Runs the plan.
 
     Returns:

@@ -6,9 +6,10 @@ from unittest.mock import patch
 
 import torch
 from sgl_kernel.ddtree import Accepted, GatedDelta, pack_ancestors
-from sglang.srt.layers.attention.ddtree_linear_backend import WRAPPERS, with_recurrent_verify
+from sglang.srt.layers.attention.ddtree_linear_backend import WRAPPERS, KDATreeVerify, with_recurrent_verify
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ddtree import algorithm, recurrent_state
 from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates, recurrent_gaps, tracked_positions
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -36,9 +37,7 @@ def runner(model, *, device="cpu", dtype=FP32, conv=FP32, temporal=FP32, layers=
         mamba2_layer_index=lambda layer_id: layer_id,
         get_mamba_indices=lambda rows: rows + 1,  # request i has state i + 1
     )
-    params = SimpleNamespace(
-        layers=list(range(layers)), dtype=SimpleNamespace(conv=conv, temporal=temporal)
-    )
+    params = SimpleNamespace(layers=list(range(layers)), dtype=SimpleNamespace(conv=conv, temporal=temporal))
     return SimpleNamespace(
         model=model, model_config=SimpleNamespace(mamba2_cache_params=params), device=device, dtype=dtype,
         req_to_token_pool=pool,
@@ -51,7 +50,11 @@ class ConfiguredCase(CustomTestCase):
     kind = "gdn"
 
     def setUp(self):
-        for name, kind in (("hybrid_gdn_config", "gdn"), ("hybrid_kda_config", "kda"), ("mamba2_config", "mamba2")):
+        for name, kind in (
+            ("hybrid_gdn_config", "gdn"),
+            ("hybrid_kda_config", "kda"),
+            ("mamba2_config", "mamba2"),
+        ):
             self.enter(name, lambda config, kind=kind: config if self.kind == kind else None)
         self.enter("mambaish_config", lambda config: config if self.kind else None)
 
@@ -75,7 +78,11 @@ class TestCoverage(ConfiguredCase):
         bf16 = dict(device="cuda", dtype=BF16, conv=BF16)
         for target, num_nodes, phrase in (
             (runner(gdn_model(), layers=5), 32, "3 recurrent layers that run their own kernels"),
-            (runner(gdn_model(), conv=BF16), 32, "windows in torch.bfloat16 and activations in torch.float32"),
+            (
+                runner(gdn_model(), conv=BF16),
+                32,
+                "windows in torch.bfloat16 and activations in torch.float32",
+            ),
             (runner(gdn_model(d=64), device="cuda"), 32, "recurrent layers in torch.float32"),
             (runner(gdn_model(d=64), **bf16, temporal=FP16), 32, "recurrent states in torch.float16"),
             (runner(gdn_model(d=32), **bf16), 32, r"\(d_k, d_v\) = \(32, 32\)"),
@@ -102,7 +109,9 @@ class TestCoverage(ConfiguredCase):
             pass
 
         self.assertIn(GDNAttnBackend, WRAPPERS)
-        with self.assertRaisesRegex(ValueError, r"^DDTREE: target model: expected recurrent layers .* got Other: "):
+        with self.assertRaisesRegex(
+            ValueError, r"^DDTREE: target model: expected recurrent layers .* got Other: "
+        ):
             with_recurrent_verify(object.__new__(Other), None, None)
 
     def test_only_ddtree_keeps_no_state_per_node(self):
@@ -195,6 +204,73 @@ class TestCommit(ConfiguredCase):
         with self.assertLogs(recurrent_state.logger, "INFO") as logs:
             self.states.log_memory()
         self.assertRegex(logs.output[0], "of 3 requests with 6 nodes. A state per node would take")
+
+
+class TestKDA(ConfiguredCase):
+    """A KDA layer as upstream calls it, against the recurrence along each path in float64.
+
+    No CPU runs upstream's KDA kernels, so no engine does this.
+    """
+
+    kind = "kda"
+    parents = (-1, 0, 0, 1, 2, 3)
+
+    def setUp(self):
+        super().setUp()
+        torch.manual_seed(1)
+        heads = 2
+        channels = 3 * heads * D
+        self.layer = RadixLinearAttention(
+            1, heads, heads, heads, D, D, D, conv_weights=torch.randn(channels, WIDTH),
+            A_log=torch.randn(1, 1, heads, 1), dt_bias=torch.randn(heads * D),
+        )  # fmt: skip
+        other = RadixLinearAttention(0, heads, heads, heads, D, D, D)
+        self.runner = runner(torch.nn.ModuleList([other, self.layer]))
+        cache = self.runner.req_to_token_pool.mamba_pool.mamba_cache
+        cache.temporal = torch.randn(LAYERS, SLOTS, heads, D, D)
+        cache.conv = [torch.randn(LAYERS, SLOTS, WIDTH - 1, channels)]  # KDA's order
+        self.cache = cache
+        self.inputs = torch.randn(NODES, channels)
+        self.a, self.b = torch.randn(NODES, heads * D), torch.randn(1, NODES, heads)
+        self.states = RecurrentStates(self.runner, num_nodes=NODES, max_bs=1)
+
+    def expected(self, node):
+        """The output of a node: convolve and recur along its path."""
+        path = [node]
+        while self.parents[path[0]] >= 0:
+            path.insert(0, self.parents[path[0]])
+        slot, heads = 3, 2
+        window = torch.cat([self.cache.conv[0][1, slot], self.inputs[path]]).double()
+        state = self.cache.temporal[1, slot].double()
+        rate = self.layer.A_log.double().exp().view(heads, 1)
+        bias = self.layer.dt_bias.double().view(heads, D)
+        for i, at in enumerate(path):
+            x = (window[i : i + WIDTH].T * self.layer.conv_weights.double()).sum(1)
+            q, k, v = torch.nn.functional.silu(x).view(3, heads, D)
+            q, k = (m / (m.square().sum(-1, keepdim=True) + 1e-6).sqrt() for m in (q, k))
+            decay = (-rate * torch.nn.functional.softplus(self.a[at].double().view(heads, D) + bias)).exp()
+            state = state * decay[:, None]
+            error = v - (state * k[:, None]).sum(-1)
+            state = state + (self.b[0, at].double().sigmoid()[:, None] * error)[..., None] * k[:, None]
+            out = (state * q[:, None]).sum(-1) * D**-0.5
+        return out
+
+    def test_against_the_recurrence(self):
+        seen = torch.eye(NODES, dtype=torch.bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                seen[node] |= seen[parent]
+        ancestors = pack_ancestors(seen)
+        backend = object.__new__(KDATreeVerify)
+        backend.init_recurrent_verify(self.states, lambda num_nodes, tokens: ancestors)
+        backend.forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3], dtype=torch.int32))
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.TARGET_VERIFY, spec_info=SimpleNamespace(draft_token_num=NODES)
+        )
+        out = backend.forward_extend(self.layer, batch, self.inputs, self.a, self.b)
+        self.assertEqual(out.shape, (1, NODES, 2, D))
+        for node in range(NODES):
+            torch.testing.assert_close(out[0, node].double(), self.expected(node), atol=1e-4, rtol=1e-4)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ class RecurrentVerifyMixin(MambaAttnBackendBase):
     def init_recurrent_verify(self, states: RecurrentStates, ancestors_of: AncestorsOf) -> None:
         self.tree_states = states
         self.tree_ancestors_of = ancestors_of
-        self.topk = 0  # with more than 1, upstream copies the links of an EAGLE tree, which DDTREE does not make
+        self.topk = (
+            0  # with more than 1, upstream copies the links of an EAGLE tree, which DDTREE does not make
+        )
         self.accept_lens_pool = None  # KDA: with it, prefill writes states per node
 
     def _nodes(self, forward_batch: ForwardBatch, tokens: int) -> dict[str, torch.Tensor]:
