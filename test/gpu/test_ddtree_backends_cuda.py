@@ -77,7 +77,7 @@ class TestPrefillBackendCuda(unittest.TestCase):
         result = self.results[name]
         if isinstance(result, RuntimeError):
             self.fail(f"{name}: {result}")
-        self.assertEqual(result[2], ["HybridAttnBackend", prefill, "DDTreeTritonAttnBackend"])
+        self.assertEqual(result[2], ["HybridAttnBackend", prefill, "TritonTreeVerify"])
         # Triton wrote the judge's prefix, another backend the answer's. TIE covers only one rounding.
         tie = None if variant == "fp8" else 2 * TIE
         assert_first_choices(self, name, result[0], self.gaps[variant], least_accepted, tie)
