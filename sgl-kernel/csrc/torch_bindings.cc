@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tree/api.h"
+#include "tree_recurrent/api.h"
 #include "tree_verify/api.h"
 
 // clang-format off
@@ -24,6 +25,19 @@
   OP(commit,                                                                                                       \
      "(Tensor path, Tensor lengths, Tensor slots, Tensor buffers, int max_row_bytes, Tensor? hidden, "             \
      "Tensor(a!)? hidden_out) -> ()")                                                                              \
+  OP(recurrent_verify,                                                                                             \
+     "(Tensor q, Tensor k, Tensor v, Tensor states, Tensor state_indices, Tensor ancestors, int kind, "            \
+     "Tensor? gate, Tensor? beta, Tensor decay, Tensor? bias, Tensor? skip, float scale, bool normalize, "         \
+     "float lower_bound, Tensor(a!) o, Tensor(b!) k_kept, Tensor(c!) u_kept, Tensor(d!) g_kept) -> ()")            \
+  OP(recurrent_commit,                                                                                             \
+     "(Tensor(a!) states, Tensor state_indices, Tensor path, Tensor lengths, Tensor k_kept, Tensor u_kept, "       \
+     "Tensor g_kept, Tensor? track_indices, Tensor? track_positions) -> ()")                                       \
+  OP(conv_verify,                                                                                                  \
+     "(Tensor x, Tensor window, Tensor state_indices, Tensor ancestors, Tensor weight, Tensor? bias, bool silu, "  \
+     "Tensor(a!) out, Tensor(b!) x_kept) -> ()")                                                                   \
+  OP(conv_commit,                                                                                                  \
+     "(Tensor(a!) window, Tensor state_indices, Tensor path, Tensor lengths, Tensor x_kept, "                      \
+     "Tensor? track_indices, Tensor? track_positions) -> ()")                                                      \
   OP(verify_gqa,                                                                                                   \
      "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, "          \
      "Tensor prefix_lens, Tensor tree_slots, Tensor ancestors, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "  \

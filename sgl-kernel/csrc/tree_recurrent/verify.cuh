@@ -1,0 +1,771 @@
+// Outputs of all nodes of a request's tree for one value head, from the stored state S_0 [d_k, d_v] alone.
+//
+// With the path sums G, the norms' reciprocals r and every matrix over nodes t, s:
+//   A_ts = beta_t r_t r_s exp(G_t - G_s) k_t.k_s   s a strict ancestor of t     M_ts = r_q,t r_s exp(G_t - G_s) q_t.k_s
+//   (I + A) U = W,  W_t = beta_t (v_t - exp(G_t) r_t k_t S_0)                  s an ancestor of t, or t
+//   O_t = exp(G_t) r_q,t q_t S_0 + (M U)_t + skip v_t
+// Without a delta rule U = W = beta v. All exponents are at most 0.
+//
+// A block owns 16 columns of the state per warp; A, M and the inverses of A's diagonal blocks are made once per block
+// of threads, the rest by each warp for itself. Products are transposed, columns of the state as rows: S_0 goes from
+// global memory straight into the registers of an mma's A operand, and U^T turns from an accumulator into an A operand
+// without moving. q and k are bf16 as they come, exact; fp32 operands go as two bf16 parts.
+//
+// What is not finite must not reach a node that is no descendant, and 0 * NaN is NaN: A and M are masked by selection,
+// and a node whose u is not finite gives zero to the products and NaN to the outputs of its descendants.
+#pragma once
+
+#include <cfloat>
+
+#include "common/cp_async.cuh"
+#include "tree_recurrent/device.cuh"
+
+namespace ddtree {
+
+constexpr float kLowestLogDecay = -128.f;       // exp of it is 0 in float32
+constexpr float kFixedPoint = 1099511627776.f;  // 2^40: path sums of g are exact in 64-bit integers
+constexpr int kColumnsPerWarp = 16;
+constexpr int kVerifyThreads = 128;  // at most
+
+template <typename State_, int kDk_, int kTiles_, bool kChannel_>
+struct VerifyTraits {
+  using State = State_;
+  static constexpr int kDk = kDk_, kTiles = kTiles_, kNodes = 16 * kTiles;
+  static constexpr bool kChannel = kChannel_;
+  static constexpr int kBlocks = kTiles * (kTiles + 1) / 2;  // 16x16 blocks on and below the diagonal
+  static constexpr int kRowBytes = 2 * kDk;                  // of q or k
+  static constexpr int kBlockBytes = 512;                    // 16 rows of 16 bf16
+
+  using NodeSet = std::conditional_t<kNodes <= 32, uint32_t, uint64_t>;
+
+  // Per node.
+  struct Nodes {
+    NodeSet mask[kNodes];  // ancestors and the node; none past num_nodes
+    long long g[kNodes];   // fixed point
+    float2 sum[kNodes];    // G in two parts, so that differences keep their digits
+    float decay[kNodes];   // exp(G)
+    float beta[kNodes], k_factor[kNodes], q_factor[kNodes];
+    uint32_t bad_g[2], bad[2];  // bit sets of nodes
+  };
+
+  static constexpr int kQOffset = kNodes * kRowBytes;
+  static constexpr int kDecayOffset = 2 * kQOffset;
+  static constexpr int kSystemOffset = kDecayOffset + (kChannel ? kNodes * kDk * 4 : 0);
+  static constexpr int kSystemBytes = 4 * kBlocks * kBlockBytes;  // A and M, each in two parts
+  static constexpr int kDiagonalOffset = kSystemOffset + kSystemBytes;
+  static constexpr int kDiagonalBytes = kTiles * 16 * 16 * 4;
+  static constexpr int kNodesOffset = kDiagonalOffset + kDiagonalBytes;
+  static constexpr int kSlabOffset = kNodesOffset + (int(sizeof(Nodes)) + 15) / 16 * 16;
+
+  // The slab: v of the block's columns, later o. The odd number of 16-byte chunks keeps ldmatrix free of conflicts.
+  static constexpr __host__ __device__ int slab_pitch(int warps) { return 2 * kColumnsPerWarp * warps + 16; }
+  static constexpr __host__ __device__ int shared_bytes(int warps) { return kSlabOffset + kNodes * slab_pitch(warps); }
+
+  // 168 or 128 registers: S_0 (64 in fp32) waits in them while A and M are made.
+  static constexpr int kMinBlocks = kTiles == 1 || (kTiles == 2 && sizeof(State) == 2) ? 4 : 3;
+};
+
+// Sixteen columns of the state as A operands. Lane 4 g + c holds rows (columns of S) g and g + 8 and, of each 32
+// channels, 8 c to 8 c + 7: the first four feed one mma, the others the next, with q and k read alike.
+template <typename State, int kDk>
+struct StateFragment {
+  static constexpr bool kSplit = sizeof(State) == 4;
+  static constexpr int kPerRow = kSplit ? 8 : 4;  // registers per row and 32 channels
+  uint32_t raw[kDk / 32 * 2 * kPerRow];
+
+  __device__ __forceinline__ void load(const StatePool& pool, int64_t slot, int head, int column) {
+    const int lane = threadIdx.x & 31;
+    const State* base = static_cast<const State*>(pool.data) + slot * pool.stride_slot + head * pool.stride_h +
+                        (column + lane / 4) * pool.stride_v + 8 * (lane & 3) * pool.stride_k;
+    if (pool.stride_k == 1) {
+#pragma unroll
+      for (int i = 0; i < kDk / 32; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+          for (int part = 0; part < kPerRow / 4; ++part) {
+            const uint4 v = load_global_16(base + 8 * r * pool.stride_v + 32 * i + 4 * part);
+            uint32_t* out = raw + (2 * i + r) * kPerRow + 4 * part;
+            out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+          }
+        }
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kDk / 32; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int e = 0; e < kPerRow; ++e) {
+          const State* at = base + 8 * r * pool.stride_v;
+          uint32_t& out = raw[(2 * i + r) * kPerRow + e];
+          if constexpr (kSplit) {
+            out = __float_as_uint(at[(32 * i + e) * pool.stride_k]);
+          } else {
+            const auto* bits = reinterpret_cast<const uint16_t*>(at);
+            out = bits[(32 * i + 2 * e) * pool.stride_k] | uint32_t(bits[(32 * i + 2 * e + 1) * pool.stride_k]) << 16;
+          }
+        }
+      }
+    }
+  }
+
+  // Turns fp32 values into their two bf16 parts, in place.
+  __device__ __forceinline__ void split() {
+    if constexpr (kSplit) {
+#pragma unroll
+      for (int i = 0; i < kDk / 32 * kPerRow; ++i) {
+        split2(__uint_as_float(raw[2 * i]), __uint_as_float(raw[2 * i + 1]), raw[2 * i], raw[2 * i + 1]);
+      }
+    }
+  }
+
+  // The operand of step `half` (0, 1) of channels 32 i to 32 i + 31; part 0 is the high one, bf16 states have no other.
+  __device__ __forceinline__ void operand(int i, int half, int part, uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        a[2 * pair + r] = raw[(2 * i + r) * kPerRow + (kSplit ? 4 * half + 2 * pair + part : 2 * half + pair)];
+      }
+    }
+  }
+};
+
+// Byte offset of a 16-byte chunk in a row of q or k: eight rows' same chunk, and two rows' four neighbouring chunks,
+// lie in distinct banks.
+__device__ __forceinline__ int chunk_offset(int row, int chunk) {
+  return (chunk ^ ((row & 1) << 2 | (row >> 1 & 3))) << 4;
+}
+
+// The same in a row of per-channel decays.
+__device__ __forceinline__ int decay_offset(int row, int channel) {
+  return ((channel >> 2 ^ (row & 1)) << 4) + (channel & 3) * 4;
+}
+
+// Byte offset of row t, columns 8 h to 8 h + 7 of a 16x16 block.
+__device__ __forceinline__ int block_offset(int t, int h) { return t * 32 + ((h ^ (t >> 2 & 1)) << 4); }
+
+__device__ __forceinline__ constexpr int block_index(int i, int j) { return i * (i + 1) / 2 + j; }
+
+template <typename Traits>
+struct VerifyBlock {
+  static constexpr int kDk = Traits::kDk, kNodes = Traits::kNodes, kTiles = Traits::kTiles, kBlocks = Traits::kBlocks;
+  static constexpr int kSystem = kBlocks * Traits::kBlockBytes;  // bytes of one part of A or M
+  using Nodes = typename Traits::Nodes;
+  using NodeSet = typename Traits::NodeSet;
+
+  const RecurrentVerifyParams& p;
+  char* smem;
+  Nodes& nodes;
+  int warps, warp, lane, head, key_head, slice;
+  int64_t row0;
+  bool delta;
+
+  __device__ __forceinline__ VerifyBlock(const RecurrentVerifyParams& params, char* shared)
+      : p(params), smem(shared), nodes(*reinterpret_cast<Nodes*>(shared + Traits::kNodesOffset)) {
+    warps = blockDim.x / 32;
+    warp = threadIdx.x / 32;
+    lane = threadIdx.x & 31;
+    slice = blockIdx.x;
+    head = blockIdx.y;
+    key_head = head / p.heads_per_key;
+    row0 = int64_t(blockIdx.z) * p.num_nodes;
+    delta = p.kind == RecurrentKind::kGatedDelta || p.kind == RecurrentKind::kChannelDelta;
+  }
+
+  __device__ __forceinline__ static NodeSet node_set(const uint32_t (&words)[2]) {
+    if constexpr (kNodes <= 32) return words[0];
+    return words[0] | NodeSet(words[1]) << (kNodes <= 32 ? 0 : 32);
+  }
+  __device__ __forceinline__ static int last_of(NodeSet nodes) {
+    return kNodes <= 32 ? 31 - __clz(int(nodes)) : 63 - __clzll(static_cast<long long>(nodes));
+  }
+
+  __device__ __forceinline__ char* k_row(int row) const { return smem + row * Traits::kRowBytes; }
+  __device__ __forceinline__ char* q_row(int row) const { return smem + Traits::kQOffset + row * Traits::kRowBytes; }
+  __device__ __forceinline__ char* decay_row(int row) const { return smem + Traits::kDecayOffset + row * kDk * 4; }
+  __device__ __forceinline__ float* diagonal(int tile) const {
+    return reinterpret_cast<float*>(smem + Traits::kDiagonalOffset) + tile * 256;
+  }
+  // part 0, 1: A's; 2, 3: M's.
+  __device__ __forceinline__ char* block(int part, int index) const {
+    return smem + Traits::kSystemOffset + part * kSystem + index * Traits::kBlockBytes;
+  }
+  __device__ __forceinline__ char* slab(int row) const {
+    return smem + Traits::kSlabOffset + row * Traits::slab_pitch(warps) + 2 * kColumnsPerWarp * warp;
+  }
+  __device__ __forceinline__ bool writes_gates() const { return slice == 0; }
+  __device__ __forceinline__ bool writes_keys() const { return slice == 0 && head == key_head * p.heads_per_key; }
+
+  __device__ __forceinline__ void zero_outputs() const {
+    const int first = slice * warps * kColumnsPerWarp, chunks = min(warps * kColumnsPerWarp, p.d_v - first) / 8;
+    for (int i = threadIdx.x; i < p.num_nodes * chunks; i += blockDim.x) {
+      auto* out = static_cast<__nv_bfloat16*>(const_cast<void*>(p.o.data)) + (row0 + i / chunks) * p.o.stride_t +
+                  head * p.o.stride_h + first + i % chunks * 8;
+      *reinterpret_cast<uint4*>(out) = make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  // Rows of 2^log_chunks chunks of 16 bytes, those past `valid_chunks` zero.
+  __device__ __forceinline__ void load_rows(const FloatArray& array, int array_head, int first_chunk, int log_chunks,
+                                            int valid_chunks, char* to, int pitch, bool swizzle) const {
+    for (int i = threadIdx.x; i < kNodes << log_chunks; i += blockDim.x) {
+      const int row = i >> log_chunks, chunk = i & ((1 << log_chunks) - 1);
+      const auto* from = static_cast<const __nv_bfloat16*>(array.data) +
+                         (row0 + min(row, p.num_nodes - 1)) * array.stride_t + array_head * array.stride_h +
+                         (first_chunk + min(chunk, valid_chunks - 1)) * 8;
+      cp_async_16(smem_address(to + row * pitch + (swizzle ? chunk_offset(row, chunk) : chunk * 16)), from,
+                  row < p.num_nodes && chunk < valid_chunks);
+    }
+  }
+
+  __device__ __forceinline__ void load_inputs() const {
+    constexpr int kLogChunks = kDk == 64 ? 3 : 4;
+    load_rows(p.k, key_head, 0, kLogChunks, kDk / 8, k_row(0), Traits::kRowBytes, true);
+    load_rows(p.q, key_head, 0, kLogChunks, kDk / 8, q_row(0), Traits::kRowBytes, true);
+    const int first = slice * warps * 2;
+    load_rows(p.v, head, first, 32 - __clz(warps), min(warps * 2, p.d_v / 8 - first), smem + Traits::kSlabOffset,
+              Traits::slab_pitch(warps), false);
+    cp_async_commit();
+  }
+
+  __device__ __forceinline__ float log_decay(float x, float decay) const {
+    float g = p.lower_bound != 0.f ? p.lower_bound * sigmoid(expf(decay) * x) : -expf(decay) * softplus(x);
+    return g < kLowestLogDecay ? kLowestLogDecay : g;  // keeps a NaN
+  }
+
+  // Masks, beta and g of the nodes. A warp takes whole groups of 32 nodes, for the vote.
+  __device__ __forceinline__ void load_gates() const {
+    const float decay = load_float(p.decay, 0, head);
+    if (threadIdx.x < 2) nodes.bad[threadIdx.x] = 0;
+    for (int base = warp * 32; base < kNodes; base += blockDim.x) {
+      const int n = base + lane;
+      const bool real = n < p.num_nodes;
+      const int64_t row = row0 + (real ? n : 0);
+      float beta = 1.f, g = 0.f;
+      if (delta) beta = sigmoid(load_float(p.beta, row, head));
+      if constexpr (!Traits::kChannel) {
+        const float bias = p.bias.data ? load_float(p.bias, 0, head) : 0.f;
+        if (p.kind == RecurrentKind::kFixedDecay) {
+          g = -decay;
+        } else {
+          const float x = load_float(p.gate, row, head) + bias;
+          if (p.kind == RecurrentKind::kStateSpace) {
+            beta = softplus(x);
+            g = decay * beta;
+          } else {
+            g = -expf(decay) * softplus(x);
+          }
+        }
+        g = g < kLowestLogDecay ? kLowestLogDecay : g;
+        if (real && writes_gates()) p.g_kept[row * p.h_v + head] = g;
+        const unsigned bad = __ballot_sync(0xffffffff, real && g != g);
+        if (lane == 0) nodes.bad_g[base / 32] = bad;
+      }
+      if (n < kNodes) {
+        nodes.mask[n] = real ? NodeSet(p.ancestors[row * p.words]) : 0;
+        nodes.beta[n] = real ? beta : 0.f;
+        nodes.g[n] = real && g == g ? __float2ll_rn(g * kFixedPoint) : 0;
+      }
+    }
+  }
+
+  // Per channel: exp(g) of each node.
+  __device__ __forceinline__ void load_channel_gates() const {
+    const float decay = load_float(p.decay, 0, head);
+    for (int i = threadIdx.x; i < kNodes * kDk; i += blockDim.x) {
+      const int n = i / kDk, channel = i % kDk;
+      float factor = 1.f;
+      if (n < p.num_nodes) {
+        const float bias = p.bias.data ? load_float(p.bias, 0, head, channel) : 0.f;
+        const float g = log_decay(load_float(p.gate, row0 + n, head, channel) + bias, decay);
+        if (writes_gates()) p.g_kept[((row0 + n) * p.h_v + head) * kDk + channel] = g;
+        factor = expf(g);
+      }
+      *reinterpret_cast<float*>(decay_row(n) + decay_offset(n, channel)) = factor;
+    }
+    // The walk over ancestors writes single elements.
+    for (int i = threadIdx.x; i < (Traits::kSystemBytes + Traits::kDiagonalBytes) / 16; i += blockDim.x) {
+      *reinterpret_cast<uint4*>(smem + Traits::kSystemOffset + i * 16) = make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  __device__ __forceinline__ void keep_keys() const {
+    constexpr int kChunks = kDk / 8;
+    for (int i = threadIdx.x; i < p.num_nodes * kChunks; i += blockDim.x) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      auto* out = static_cast<__nv_bfloat16*>(p.k_kept) + ((row0 + row) * p.h_k + key_head) * kDk + chunk * 8;
+      *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(k_row(row) + chunk_offset(row, chunk));
+    }
+  }
+
+  __device__ __forceinline__ void compute_norms() const {
+    for (int i = threadIdx.x; i < 2 * kNodes; i += blockDim.x) {
+      const int row = i % kNodes;
+      const bool of_q = i >= kNodes;
+      float factor = 1.f;
+      if (p.normalize) {
+        const char* data = of_q ? q_row(row) : k_row(row);
+        float sum = kNormEpsilon;
+#pragma unroll 4
+        for (int chunk = 0; chunk < kDk / 8; ++chunk) {
+          const uint4 v = *reinterpret_cast<const uint4*>(data + chunk_offset(row, chunk));
+          for (const uint32_t pair : {v.x, v.y, v.z, v.w}) {
+            sum += low_float(pair) * low_float(pair) + high_float(pair) * high_float(pair);
+          }
+        }
+        factor = 1.f / sqrtf(sum);
+      }
+      if (of_q) {
+        nodes.q_factor[row] = factor * p.scale;
+      } else {
+        nodes.k_factor[row] = factor;
+      }
+    }
+  }
+
+  // G of each node: a few threads share its ancestors.
+  __device__ __forceinline__ void sum_gates() const {
+    const int log_parts = 31 - __clz(max(int(blockDim.x) / kNodes, 1)), parts = 1 << log_parts;  // at most 8
+    for (int i = threadIdx.x; i < kNodes << log_parts; i += blockDim.x) {
+      const int n = i >> log_parts, part = i & (parts - 1);
+      const NodeSet mask = nodes.mask[n];
+      long long sum = 0;
+#pragma unroll 4
+      for (int s = part; s < kNodes; s += parts) sum += mask >> s & 1 ? nodes.g[s] : 0;
+      for (int step = parts / 2; step; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+      if (part) continue;
+      float hi = __ll2float_rn(sum);
+      const float lo = __ll2float_rn(sum - __float2ll_rn(hi)) / kFixedPoint;
+      hi /= kFixedPoint;
+      if (mask & node_set(nodes.bad_g)) hi = quiet_nan();
+      nodes.sum[n] = {hi, lo};
+      const float decay = expf(hi);
+      nodes.decay[n] = decay + decay * lo;
+    }
+  }
+
+  // An element of A: what is not finite marks its node and gives zero, so that the inverses stay finite.
+  __device__ __forceinline__ float checked(float x, int node) const {
+    if (is_finite(x)) return x;
+    atomicOr(&nodes.bad[node / 32], 1u << node % 32);
+    return 0.f;
+  }
+
+  // A and M with one decay per node: products of tiles of nodes, a block at a time.
+  __device__ __forceinline__ void make_system() const {
+    const int g = lane / 4, c = lane & 3;
+    for (int task = warp; task < (delta ? 2 * kBlocks : kBlocks); task += warps) {
+      const bool of_m = !delta || (task & 1);
+      const int index = delta ? task / 2 : task;
+      int i = 0;
+      while (block_index(i + 1, 0) <= index) ++i;
+      const int j = index - block_index(i, 0);
+
+      float sum[2][4] = {};
+      const char* left = of_m ? q_row(16 * i + g) : k_row(16 * i + g);
+      const char* right = k_row(16 * j + g);
+#pragma unroll 2
+      for (int step = 0; step < kDk / 32; ++step) {
+        const int at = chunk_offset(g, 4 * step + c);  // rows g, g + 8, g + 16 ... are swizzled alike
+        const uint4 x0 = *reinterpret_cast<const uint4*>(left + at);
+        const uint4 x1 = *reinterpret_cast<const uint4*>(left + 8 * Traits::kRowBytes + at);
+        const uint4 y0 = *reinterpret_cast<const uint4*>(right + at);
+        const uint4 y1 = *reinterpret_cast<const uint4*>(right + 8 * Traits::kRowBytes + at);
+        const uint32_t first[4] = {x0.x, x1.x, x0.y, x1.y}, second[4] = {x0.z, x1.z, x0.w, x1.w};
+        mma_m16n8k16<__nv_bfloat16>(sum[0], first, y0.x, y0.y);
+        mma_m16n8k16<__nv_bfloat16>(sum[1], first, y1.x, y1.y);
+        mma_m16n8k16<__nv_bfloat16>(sum[0], second, y0.z, y0.w);
+        mma_m16n8k16<__nv_bfloat16>(sum[1], second, y1.z, y1.w);
+      }
+
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int t = 16 * i + g + 8 * r;
+        const NodeSet mask = of_m ? nodes.mask[t] : nodes.mask[t] & ~(NodeSet(1) << t);
+        const float2 sum_t = nodes.sum[t];
+        const float row_factor = of_m ? nodes.q_factor[t] : nodes.k_factor[t] * nodes.beta[t];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float x[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int s = 16 * j + 8 * h + 2 * c + e;
+            x[e] = 0.f;
+            if (mask >> s & 1) {
+              const float2 sum_s = nodes.sum[s];
+              const float decay = expf((sum_t.x - sum_s.x) + (sum_t.y - sum_s.y));
+              x[e] = row_factor * nodes.k_factor[s] * decay * sum[h][2 * r + e];
+              if (!of_m) x[e] = checked(x[e], t);
+            }
+            if (!of_m && i == j) diagonal(i)[(8 * h + 2 * c + e) * 16 + g + 8 * r] = x[e];
+          }
+          if (of_m || i != j) {
+            const float sign = of_m ? 1.f : -1.f;
+            const int at = block_offset(g + 8 * r, h) + c * 4, part = of_m ? 2 : 0;
+            uint32_t hi, lo;
+            split2(sign * x[0], sign * x[1], hi, lo);
+            *reinterpret_cast<uint32_t*>(block(part, index) + at) = hi;
+            *reinterpret_cast<uint32_t*>(block(part + 1, index) + at) = lo;
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_element(int part, int index, int t, int s, float x) const {
+    const int at = block_offset(t, s / 8) + (s & 7) * 2;
+    const __nv_bfloat16 hi = __float2bfloat16_rn(x);
+    *reinterpret_cast<__nv_bfloat16*>(block(part, index) + at) = hi;
+    *reinterpret_cast<__nv_bfloat16*>(block(part + 1, index) + at) = __float2bfloat16_rn(x - __bfloat162float(hi));
+  }
+
+  // A and M with a decay per channel: a warp walks from a node up to the root and multiplies the decays on the way.
+  __device__ __forceinline__ void make_system_by_channel() const {
+    constexpr int kPairs = kDk / 64;  // of channels per lane
+    const int channel = lane * 2 * kPairs;
+    for (int t = warp; t < p.num_nodes; t += warps) {
+      float q[2 * kPairs], k[2 * kPairs];
+      const auto read = [&](const char* row, int n, float* out) {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          const int at = chunk_offset(n, channel / 8) + (channel & 7) * 2 + i * 4;
+          const uint32_t pair = *reinterpret_cast<const uint32_t*>(row + at);
+          out[2 * i] = low_float(pair), out[2 * i + 1] = high_float(pair);
+        }
+      };
+      read(q_row(t), t, q);
+      read(k_row(t), t, k);
+      int s = t;
+      for (NodeSet rest = nodes.mask[t];;) {
+        float other[2 * kPairs], of_k = 0.f, of_q = 0.f;
+        read(k_row(s), s, other);
+#pragma unroll
+        for (int e = 0; e < 2 * kPairs; ++e) {
+          of_k += k[e] * other[e];
+          of_q += q[e] * other[e];
+        }
+#pragma unroll
+        for (int step = 16; step; step /= 2) {
+          of_k += __shfl_xor_sync(0xffffffff, of_k, step);
+          of_q += __shfl_xor_sync(0xffffffff, of_q, step);
+        }
+        if (lane == 0) {
+          const int i = t / 16, j = s / 16, index = block_index(i, j);
+          store_element(2, index, t % 16, s % 16, nodes.q_factor[t] * nodes.k_factor[s] * of_q);
+          if (s != t) {
+            const float x = checked(nodes.beta[t] * nodes.k_factor[t] * nodes.k_factor[s] * of_k, t);
+            if (i == j) {
+              diagonal(i)[s % 16 * 16 + t % 16] = x;
+            } else {
+              store_element(0, index, t % 16, s % 16, -x);
+            }
+          }
+        }
+        // exp(G_t - G_p) = exp(G_t - G_s) exp(g_s), p the parent of s.
+#pragma unroll
+        for (int e = 0; e < 2 * kPairs; ++e) {
+          const float factor = *reinterpret_cast<const float*>(decay_row(s) + decay_offset(s, channel + e));
+          q[e] *= factor;
+          k[e] *= factor;
+        }
+        rest &= ~(NodeSet(1) << s);
+        if (rest == 0) break;
+        s = last_of(rest);
+      }
+    }
+  }
+
+  // q and k times exp(G) in two parts, in place: a thread owns a channel. The decays' words take the low parts.
+  __device__ __forceinline__ void scale_channels() const {
+    for (int channel = threadIdx.x; channel < kDk; channel += blockDim.x) {
+      const auto decay = [&](int n) -> uint32_t& {
+        return *reinterpret_cast<uint32_t*>(decay_row(n) + decay_offset(n, channel));
+      };
+      for (int n = 1; n < p.num_nodes; ++n) {
+        const NodeSet above = nodes.mask[n] & ((NodeSet(1) << n) - 1);
+        if (above == 0) continue;
+        const float parent = __uint_as_float(decay(last_of(above)));
+        decay(n) = __float_as_uint(__uint_as_float(decay(n)) * parent);
+      }
+      for (int n = 0; n < kNodes; ++n) {
+        const float factor = __uint_as_float(decay(n));
+        const int at = chunk_offset(n, channel / 8) + (channel & 7) * 2;
+        auto& k = *reinterpret_cast<uint16_t*>(k_row(n) + at);
+        auto& q = *reinterpret_cast<uint16_t*>(q_row(n) + at);
+        uint32_t hi, lo;
+        split2(low_float(k) * factor, low_float(q) * factor, hi, lo);
+        k = hi & 0xffff;
+        q = hi >> 16;
+        decay(n) = lo;
+      }
+    }
+  }
+
+  // T = (I + A_ii)^-1 of each tile of nodes, by substitution: a lane has a column.
+  __device__ __forceinline__ void invert_diagonal() const {
+    const int column = lane & 15;
+    for (int tile = warp; tile < kTiles; tile += warps) {
+      const float* a = diagonal(tile);  // [s][t]
+      float x[16];
+#pragma unroll
+      for (int t = 0; t < 16; ++t) x[t] = t == column ? 1.f : 0.f;
+#pragma unroll
+      for (int s = 0; s < 15; ++s) {
+#pragma unroll
+        for (int t = s + 1; t < 16; ++t) x[t] -= a[s * 16 + t] * x[s];
+      }
+      if (lane < 16) {
+#pragma unroll
+        for (int t = 0; t < 16; ++t) store_element(0, block_index(tile, tile), t, column, x[t]);
+      }
+    }
+  }
+
+  // The address that this lane gives to ldmatrix for a 16x16 block.
+  __device__ __forceinline__ int lane_offset() const {
+    return block_offset((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
+  }
+
+  // d [16 columns of S, 16 nodes t] += u^T [16, nodes of tile j] block^T, each operand in two parts.
+  __device__ __forceinline__ void multiply(float (&d)[2][4], const uint32_t (&hi)[4], const uint32_t (&lo)[4], int part,
+                                           int index) const {
+    uint32_t b_hi[4], b_lo[4];
+    ldmatrix_x4(b_hi, smem_address(block(part, index) + lane_offset()));
+    ldmatrix_x4(b_lo, smem_address(block(part + 1, index) + lane_offset()));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      mma_m16n8k16<__nv_bfloat16>(d[h], hi, b_hi[2 * h], b_hi[2 * h + 1]);
+      mma_m16n8k16<__nv_bfloat16>(d[h], hi, b_lo[2 * h], b_lo[2 * h + 1]);
+      mma_m16n8k16<__nv_bfloat16>(d[h], lo, b_hi[2 * h], b_hi[2 * h + 1]);
+    }
+  }
+
+  // An accumulator [16 columns, 16 nodes] as an A operand in two parts.
+  __device__ __forceinline__ static void split_operand(const float (&d)[2][4], uint32_t (&hi)[4], uint32_t (&lo)[4]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) split2(d[h][2 * r], d[h][2 * r + 1], hi[2 * h + r], lo[2 * h + r]);
+    }
+  }
+
+  // Zeroes the nodes of a tile that have something not finite, or are in `known`; returns them, for all lanes.
+  __device__ __forceinline__ uint32_t drop_bad(float (&d)[2][4], uint32_t known) const {
+    const int c = lane & 3;
+    uint32_t mine = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (!is_finite(d[h][e]) || !is_finite(d[h][2 + e])) mine |= 1u << (8 * h + 2 * c + e);
+      }
+    }
+    const uint32_t bad = known | __reduce_or_sync(0xffffffff, mine);
+    if (bad) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (bad >> (8 * h + 2 * c + e) & 1) d[h][e] = d[h][2 + e] = 0.f;
+        }
+      }
+    }
+    return bad;
+  }
+
+  // v of tile i: [h][..] as an accumulator has it, columns of S by nodes.
+  __device__ __forceinline__ void read_v(int tile, float (&v)[2][4]) const {
+    uint32_t raw[4];
+    ldmatrix_x4_trans(raw, smem_address(slab(16 * tile + (lane >> 4) * 8 + (lane & 7)) + (lane >> 3 & 1) * 16));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) v[h][2 * r] = low_float(raw[2 * h + r]), v[h][2 * r + 1] = high_float(raw[2 * h + r]);
+    }
+  }
+
+  __device__ __forceinline__ void write_o(int tile, const float (&o)[2][4]) const {
+    uint32_t raw[4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) raw[2 * h + r] = pack2<__nv_bfloat16>(o[h][2 * r], o[h][2 * r + 1]);
+    }
+    stmatrix_x4_trans(smem_address(slab(16 * tile + (lane >> 4) * 8 + (lane & 7)) + (lane >> 3 & 1) * 16), raw);
+  }
+
+  // k S_0 and q S_0 of a tile of nodes for this warp's columns.
+  __device__ __forceinline__ void multiply_state(int tile, const StateFragment<typename Traits::State, kDk>& state,
+                                                 float (&of_k)[2][4], float (&of_q)[2][4]) const {
+    constexpr bool kSplit = StateFragment<typename Traits::State, kDk>::kSplit;
+    const int g = lane / 4, c = lane & 3;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) of_k[h][e] = of_q[h][e] = 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < kDk / 32; ++i) {
+      uint32_t hi[2][4], lo[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        state.operand(i, half, 0, hi[half]);
+        if constexpr (kSplit) state.operand(i, half, 1, lo[half]);
+      }
+      const int at = chunk_offset(g, 4 * i + c);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = 16 * tile + 8 * h + g;
+        uint4 k_low{}, q_low{};
+        if constexpr (Traits::kChannel) {
+          const uint4 x = *reinterpret_cast<const uint4*>(decay_row(row) + decay_offset(g, 32 * i + 8 * c));
+          const uint4 y = *reinterpret_cast<const uint4*>(decay_row(row) + decay_offset(g, 32 * i + 8 * c + 4));
+          k_low = {__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.z, x.w, 0x5410), __byte_perm(y.x, y.y, 0x5410),
+                   __byte_perm(y.z, y.w, 0x5410)};
+          q_low = {__byte_perm(x.x, x.y, 0x7632), __byte_perm(x.z, x.w, 0x7632), __byte_perm(y.x, y.y, 0x7632),
+                   __byte_perm(y.z, y.w, 0x7632)};
+        }
+        const auto accumulate = [&](float (&d)[4], const char* data, const uint4& low) {
+          const uint4 x = *reinterpret_cast<const uint4*>(data + at);
+          mma_m16n8k16<__nv_bfloat16>(d, hi[0], x.x, x.y);
+          mma_m16n8k16<__nv_bfloat16>(d, hi[1], x.z, x.w);
+          if constexpr (kSplit) {
+            mma_m16n8k16<__nv_bfloat16>(d, lo[0], x.x, x.y);
+            mma_m16n8k16<__nv_bfloat16>(d, lo[1], x.z, x.w);
+          }
+          if constexpr (Traits::kChannel) {
+            mma_m16n8k16<__nv_bfloat16>(d, hi[0], low.x, low.y);
+            mma_m16n8k16<__nv_bfloat16>(d, hi[1], low.z, low.w);
+          }
+        };
+        if (delta) accumulate(of_k[h], k_row(row), k_low);
+        accumulate(of_q[h], q_row(row), q_low);
+      }
+    }
+  }
+
+  // U and O of this warp's columns, a tile of nodes after the other; o stays in the slab.
+  __device__ __forceinline__ void solve(const StateFragment<typename Traits::State, kDk>& state, int column) const {
+    const int g = lane / 4, c = lane & 3;
+    const float skip = p.skip.data ? load_float(p.skip, 0, head) : 0.f;
+    NodeSet bad = node_set(nodes.bad);
+    uint32_t u_hi[kTiles][4], u_lo[kTiles][4];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      float of_k[2][4], of_q[2][4], v[2][4], u[2][4];
+      multiply_state(i, state, of_k, of_q);
+      read_v(i, v);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int n = 16 * i + 8 * h + 2 * c + (e & 1);
+          float x = v[h][e];
+          if (delta) x -= (Traits::kChannel ? 1.f : nodes.decay[n]) * nodes.k_factor[n] * of_k[h][e];
+          u[h][e] = nodes.beta[n] * x;
+        }
+      }
+      uint32_t bad_here = drop_bad(u, uint32_t(bad >> 16 * i) & 0xffff);
+      if (delta) {
+#pragma unroll
+        for (int j = 0; j < i; ++j) multiply(u, u_hi[j], u_lo[j], 0, block_index(i, j));
+        uint32_t hi[4], lo[4];
+        split_operand(u, hi, lo);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) u[h][e] = 0.f;
+        }
+        multiply(u, hi, lo, 0, block_index(i, i));
+        bad_here = drop_bad(u, bad_here);
+      }
+      bad |= NodeSet(bad_here) << 16 * i;
+      split_operand(u, u_hi[i], u_lo[i]);
+
+      float o[2][4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int local = 8 * h + 2 * c + (e & 1), n = 16 * i + local;
+          o[h][e] = (Traits::kChannel ? 1.f : nodes.decay[n]) * nodes.q_factor[n] * of_q[h][e];
+          if (p.skip.data) o[h][e] += skip * v[h][e];
+          if (n < p.num_nodes) {
+            p.u_kept[((row0 + n) * p.h_v + head) * p.d_v + column + g + 4 * (e & 2)] =
+                bad_here >> local & 1 ? quiet_nan() : u[h][e] * nodes.k_factor[n];
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j <= i; ++j) multiply(o, u_hi[j], u_lo[j], 2, block_index(i, j));
+      if (bad) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            if (nodes.mask[16 * i + 8 * h + 2 * c + (e & 1)] & bad) o[h][e] = quiet_nan();
+          }
+        }
+      }
+      write_o(i, o);
+    }
+  }
+
+  __device__ __forceinline__ void store_o(int column) const {
+    __syncwarp();
+    for (int i = lane; i < 2 * p.num_nodes; i += 32) {
+      auto* out = static_cast<__nv_bfloat16*>(const_cast<void*>(p.o.data)) + (row0 + i / 2) * p.o.stride_t +
+                  head * p.o.stride_h + column + i % 2 * 8;
+      *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(slab(i / 2) + i % 2 * 16);
+    }
+  }
+};
+
+// Grid: (slices of the columns, value heads, requests). 1, 2 or 4 warps.
+template <typename Traits>
+__global__ void __launch_bounds__(kVerifyThreads, Traits::kMinBlocks)
+    recurrent_verify_kernel(const __grid_constant__ RecurrentVerifyParams p) {
+  extern __shared__ __align__(16) char smem[];
+  const VerifyBlock<Traits> block(p, smem);
+  const int64_t slot = load_index(p.state_indices, blockIdx.z);
+  if (slot < 0) {
+    block.zero_outputs();
+    return;
+  }
+  const int column = (block.slice * block.warps + block.warp) * kColumnsPerWarp;
+  const bool active = column < p.d_v;  // warps past the last column only help with A and M
+
+  StateFragment<typename Traits::State, Traits::kDk> state;
+  if (active) state.load(p.states, slot, block.head, column);
+  block.load_inputs();
+  block.load_gates();
+  if constexpr (Traits::kChannel) block.load_channel_gates();
+  cp_async_wait_all();
+  __syncthreads();
+
+  if (block.writes_keys()) block.keep_keys();
+  block.compute_norms();
+  if constexpr (!Traits::kChannel) block.sum_gates();
+  __syncthreads();
+
+  if constexpr (Traits::kChannel) {
+    block.make_system_by_channel();
+  } else {
+    block.make_system();
+  }
+  __syncthreads();
+
+  if (block.delta) block.invert_diagonal();
+  if constexpr (Traits::kChannel) block.scale_channels();
+  __syncthreads();
+
+  if (!active) return;
+  state.split();
+  block.solve(state, column);
+  block.store_o(column);
+}
+
+}  // namespace ddtree
