@@ -799,10 +799,11 @@ def test_meta():
 def test_import_without_the_library(tmp_path):
     """A package that was not built reports how to build it."""
     source = Path(sgl_kernel.ddtree.__file__).parent
-    target = tmp_path / "copied_ddtree"
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    package = tmp_path / "sgl_kernel"  # found before the installed one, because the child starts in tmp_path
+    shutil.copytree(source, package / "ddtree", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (package / "__init__.py").touch()
     result = subprocess.run(
-        [sys.executable, "-c", "import copied_ddtree"],
+        [sys.executable, "-c", "import sgl_kernel.ddtree"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
