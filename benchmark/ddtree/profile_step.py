@@ -20,7 +20,7 @@ TOKENS = 120
 
 
 def profile(engine: Engine, prompt: list[int], rows: int) -> str:
-    """Profiles one answer; returns a table with `rows` kernels and `rows` operators."""
+    """Profile one answer; return a table with `rows` kernels and `rows` operators."""
     import torch
     from torch.profiler import ProfilerActivity
 

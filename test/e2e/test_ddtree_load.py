@@ -15,7 +15,7 @@ REGEX = r"\[[01](,[01])*\]"
 
 
 def schedule(seed: int) -> list[dict]:
-    """Plans requests of every kind. Arrival and abort are turns of the event loop (abort: or None)."""
+    """Plan requests of every kind. Arrival and abort are turns of the event loop (abort: or None)."""
     draw = random.Random(seed)
     planned = []
     for _ in range(REQUESTS):
@@ -42,7 +42,7 @@ def schedule(seed: int) -> list[dict]:
 
 
 def serve(engine, planned):
-    """Runs the plan.
+    """Run the plan.
 
     Returns:
         The output tokens of each greedy request that was not aborted, by its place in the plan. Then the free

@@ -35,7 +35,7 @@ def sampling_info(**needs):
 
 
 def peaks(engine):
-    """Measures sampling and the graph buffers.
+    """Measure sampling and the graph buffers.
 
     Returns:
         The bytes that sampling takes in addition to the logits, by case and by the number of greedy requests.

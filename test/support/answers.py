@@ -22,7 +22,7 @@ def assert_first_choices(
     least_accepted: int,
     tie: float | None = TIE,
 ) -> None:
-    """Asserts that every token is plain decoding's first choice or ties with it, and that no KV slot leaked.
+    """Assert that every token is plain decoding's first choice or ties with it, and that no KV slot leaked.
 
     Args:
         case: the test case, for its assertions.

@@ -15,7 +15,7 @@ CUDA = dict(
 
 
 def greedy(engine: Engine) -> tuple[Greedy, tuple[float, int, str] | None]:
-    """Answers PROMPTS greedily and samples a few tokens afterwards. The free slots are counted after both.
+    """Answer PROMPTS greedily and sample a few tokens afterwards. The free slots are counted after both.
 
     Returns:
         The greedy answers, and the largest difference that verify mode `validate` found, with its layer and

@@ -68,7 +68,7 @@ class EngineProcess:
         theirs.close()
 
     def result(self, seconds: float | None = None) -> Any:
-        """Waits for the job's result.
+        """Wait for the job's result.
 
         Args:
             seconds: time to wait before the child is killed. None waits for ever.
@@ -100,12 +100,12 @@ def _run(pipe: Any, arguments: dict[str, Any], job: Job, args: tuple[Any, ...]) 
 
 
 def run_engine(arguments: dict[str, Any], job: Job, *args: Any) -> Any:
-    """Runs a job on an engine in a child process; returns its result. Arguments as for EngineProcess."""
+    """Run a job on an engine in a child process; return its result. Arguments as for EngineProcess."""
     return EngineProcess(arguments, job, *args).result()
 
 
 def run_ranks(arguments: dict[str, Any], job: Job, *args: Any) -> list[Any]:
-    """Runs a job on every rank of a tensor-parallel group (`tp_size`) and returns the results, by rank."""
+    """Run a job on every rank of a tensor-parallel group (`tp_size`) and return the results, by rank."""
     arguments = arguments | {"nccl_port": unused_port()}
     children = [EngineProcess(arguments | {"rank": rank}, job, *args) for rank in range(arguments["tp_size"])]
     return [child.result() for child in children]

@@ -188,7 +188,7 @@ class TestTreeAttention(CustomTestCase):
     num_nodes, prefix = 5, 7
 
     def check(self, *, mla=False, sinks=None, store=torch.float32, scales=None):
-        """Writes KV and attends to it as a layer does, and compares with softmax attention.
+        """Write KV and attend to it as a layer does, and compare with softmax attention.
 
         Args:
             store: dtype of the KV cache.

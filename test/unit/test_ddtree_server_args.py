@@ -243,7 +243,7 @@ class TestAttentionBackends(ArgumentsCase):
         self.check(self.resolve(attention_backend="fa3", kv_cache_dtype="fp8_e5m2"), "triton")
 
     def choose(self, device="cuda", chosen=None, **asked):
-        """Runs the rules alone. `chosen` is what upstream chose for this model or device."""
+        """Run the rules alone. `chosen` is what upstream chose for this model or device."""
         raw = dict.fromkeys(("attention_backend", "prefill_attention_backend", "decode_attention_backend"))
         raw |= asked
         args = SimpleNamespace(**raw | (chosen or {}), device=device, _raw_input=raw)

@@ -146,7 +146,7 @@ def verify(device: str) -> torch.Tensor:
 
 
 def kernels() -> list[Row]:
-    """Compares the tree-verify kernel on each card with the CPU op, which is its reference."""
+    """Compare the tree-verify kernel on each card with the CPU op, which is its reference."""
     import torch
 
     if not has_card():
@@ -179,7 +179,7 @@ dist.destroy_process_group()
 
 
 def all_reduce_in(environment: dict[str, str], world: int) -> str | None:
-    """Runs an all-reduce over ``world`` cards, one process per card. Returns None, or what went wrong."""
+    """Run an all-reduce over ``world`` cards, one process per card. Return None, or what went wrong."""
     import socket
 
     with socket.socket() as probe:
@@ -211,7 +211,7 @@ def all_reduce_in(environment: dict[str, str], world: int) -> str | None:
 
 
 def all_reduce() -> list[Row]:
-    """Runs an all-reduce over all cards. If it fails, runs it without peer-to-peer copies to find the cause."""
+    """Run an all-reduce over all cards. If it fails, runs it without peer-to-peer copies to find the cause."""
     import torch
 
     world = torch.cuda.device_count()

@@ -184,7 +184,7 @@ for name in sys.argv[1:]:
 
 
 def imports() -> list[Row]:
-    """Imports the modules that serve, in a separate process. Without a driver it provides a stub of libcuda."""
+    """Import the modules that serve, in a separate process. Without a driver it provides a stub of libcuda."""
     import torch
 
     wanted = (*MODULES[layout.profile()], *(WITH_A_CARD if torch.cuda.is_available() else ()))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def kv_buffers(pool: KVCache) -> KVBuffers:
-    """Describes the buffers of the target's KV pool for commit_path().
+    """Describe the buffers of the target's KV pool for commit_path().
 
     Args:
         pool: the target's.

@@ -58,7 +58,7 @@ class DDTreeMetrics:
         ).labels(**labels)
 
     def count(self, accepted: list[int]) -> None:
-        """Counts one verify step.
+        """Count one verify step.
 
         Args:
             accepted: nodes accepted for each request, root excluded.
@@ -70,7 +70,7 @@ class DDTreeMetrics:
                     counter.inc()
 
     def show_difference(self, difference: Difference) -> None:
-        """Reports the largest difference so far.
+        """Report the largest difference so far.
 
         Args:
             difference: between native and base verify.
@@ -114,7 +114,7 @@ class DifferenceReader:
         self.requests: dict[int, str] = {}
 
     def step(self, requests: dict[int, str]) -> Difference | None:
-        """Starts a copy every READ_EVERY steps and reads it in a later step. Call it after each verify.
+        """Start a copy every READ_EVERY steps and read it in a later step. Call it after each verify.
 
         Args:
             requests: request pool row -> request id, of the batch.
@@ -136,5 +136,5 @@ class DifferenceReader:
         return None
 
     def read(self) -> Difference:
-        """Returns the largest difference so far. It waits for the device."""
+        """Return the largest difference so far. It waits for the device."""
         return Difference(self._table.cpu(), self.requests)

@@ -44,7 +44,7 @@ class Options:
 
     @classmethod
     def of(cls, reqs: list[Req], device: torch.device | str) -> Options | None:
-        """Collects the options of a batch's requests without waiting for the device.
+        """Collect the options of a batch's requests without waiting for the device.
 
         Args:
             reqs: of the batch.
@@ -64,7 +64,7 @@ class Options:
         return cls(dict(zip(NEUTRAL, table.unsqueeze(-1))), prompts[:, None], asking, *used)
 
     def of_requests(self, chosen: slice | torch.Tensor) -> Options:
-        """Returns the options of some requests, by a slice or an index. `asking` stays that of the batch."""
+        """Return the options of some requests, by a slice or an index. `asking` stays that of the batch."""
         columns = {name: column[chosen] for name, column in self.columns.items()}
         return replace(self, columns=columns, prompt_lens=self.prompt_lens[chosen])
 
@@ -100,11 +100,11 @@ class OutputPenalties:
         return self._counts
 
     def options(self, reqs: list[Req]) -> Options | None:
-        """Returns what the requests ask for. See Options.of()."""
+        """Return what the requests ask for. See Options.of()."""
         return Options.of(reqs, self._device)
 
     def begin(self, batch: ScheduleBatch) -> Options | None:
-        """Sets the counts before a prefill, and gives the sampler the penalties that follow from them.
+        """Set the counts before a prefill, and give the sampler the penalties that follow from them.
 
         Args:
             batch: of a prefill, or a mixed one whose running requests keep their counts. Its sampling_info is
@@ -149,7 +149,7 @@ class OutputPenalties:
         trees: DraftTrees,
         positions: torch.Tensor,
     ) -> None:
-        """Penalizes the target's logits at every node, in place, for the requests that ask for it.
+        """Penalize the target's logits at every node, in place, for the requests that ask for it.
 
         Args:
             logits: [bs * N, vocabulary].
@@ -192,7 +192,7 @@ class OutputPenalties:
         ancestors: torch.Tensor,
         positions: torch.Tensor,
     ) -> None:
-        """Runs apply() for some requests: by_node is [bs, N, vocabulary], positions is [bs, N, 1]."""
+        """Run apply() for some requests: by_node is [bs, N, vocabulary], positions is [bs, N, 1]."""
         num_nodes = tokens.shape[1]
         columns = {name: column[:, None] for name, column in options.columns.items()}
         if options.frequency or options.presence or options.repetition:
@@ -212,7 +212,7 @@ class OutputPenalties:
     def count(
         self, pool_rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor | None = None
     ) -> None:
-        """Counts the tokens that a step emitted.
+        """Count the tokens that a step emitted.
 
         Args:
             pool_rows: [bs] rows of the request pool.
@@ -234,7 +234,7 @@ class OutputPenalties:
 
     @staticmethod
     def _stops(options: Options, stops: torch.Tensor | None, emitted: torch.Tensor) -> torch.Tensor | None:
-        """Returns what to add to the logits so that outputs shorter than min_new_tokens do not stop.
+        """Return what to add to the logits so that outputs shorter than min_new_tokens do not stop.
 
         Args:
             options: of the batch.

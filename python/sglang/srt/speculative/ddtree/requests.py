@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def refuse_request(req: Req) -> str | None:
-    """Says why DDTREE cannot answer a request exactly.
+    """Say why DDTREE cannot answer a request exactly.
 
     Args:
         req: before it is queued. A refused request loses its custom logit processor.

@@ -27,7 +27,7 @@ def constrain(
     grammar_mask: GrammarMask | None,
     num_nodes: int,
 ) -> None:
-    """Applies grammar and logit bias to the target's logits, in place and in upstream's order.
+    """Apply grammar and logit bias to the target's logits, in place and in upstream's order.
 
     If they forbid every token at a node, token 0 stays allowed. That happens when the vocabulary cannot spell
     what the grammar asks for, or when min_new_tokens reaches past the grammar's end. The grammar then refuses
@@ -50,7 +50,7 @@ def constrain(
 def per_node_sampling_info(
     sampling_info: SamplingBatchInfo, num_nodes: int
 ) -> Callable[[slice | torch.Tensor], SamplingBatchInfo]:
-    """Repeats each request's sampling parameters for each of its nodes.
+    """Repeat each request's sampling parameters for each of its nodes.
 
     Args:
         sampling_info: of the batch.
@@ -87,7 +87,7 @@ def target_tokens(
     sampled: list[int],
     keep_logits: bool = False,
 ) -> torch.Tensor:
-    """Picks the target's token at every node: the argmax, or one sample drawn by the server's own sampler.
+    """Pick the target's token at every node: the argmax, or one sample drawn by the server's own sampler.
 
     This is what makes DDTREE lossless. The token at each node is a draw from p(. | path to the node), so the
     tokens of the accepted path are distributed as in plain decoding.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def stop_at_first(req: Req, emitted: int) -> bool:
-    """Ends a request at the first new token that completes a stop, as plain decoding does.
+    """End a request at the first new token that completes a stop, as plain decoding does.
 
     Upstream (0.5.23) searches all tokens of a step for one stop after the other: strings, then regular
     expressions, each in the request's order, and stop tokens last. If a step contains two stops, such as an

@@ -42,7 +42,7 @@ class TreeBuilder:
         self.trees = DraftTrees.allocate(max_bs, num_nodes, device)  # a captured graph writes here
 
     def __call__(self, hidden_states: torch.Tensor, input_ids: torch.Tensor) -> None:
-        """Builds into self.trees. This is the hook at the end of the captured draft graph.
+        """Build into self.trees. This is the hook at the end of the captured draft graph.
 
         Args:
             hidden_states: [bs * F, hidden] of the drafter.
@@ -52,7 +52,7 @@ class TreeBuilder:
         self.build(hidden_states, input_ids, self.trees.first(bs))
 
     def build(self, hidden_states: torch.Tensor, input_ids: torch.Tensor, trees: DraftTrees) -> None:
-        """Builds the trees of a batch.
+        """Build the trees of a batch.
 
         Args:
             hidden_states: [bs * F, hidden] of the drafter.
