@@ -419,7 +419,7 @@ def replaced(**values):
     return lambda batch: values
 
 
-# A change to a valid batch, and the error: the argument, what was expected, what came.
+# A change to a valid batch, and the error that it causes: the argument, what was expected, what was given.
 WRONG_ARGUMENTS = {
     "q dtype": (lambda b: {"q": b.q.double()}, r"q: expected dtype bfloat16 or float16.*got float64"),
     "q rank": (lambda b: {"q": b.q[0]}, r"q: expected 3 dimensions, got shape \[4, 64\]"),

@@ -1,7 +1,7 @@
 """DDTREE's memory on a CUDA device: bounded for sampling, one prefix per request for graph buffers.
 
-Written without care, sampling would copy bs * N * vocabulary logits several times, and graph buffers would
-hold bs * N prefixes.
+A careless implementation would copy bs * N * vocabulary logits several times to sample, and would hold bs * N
+prefixes in graph buffers.
 """
 
 import unittest

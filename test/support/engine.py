@@ -44,7 +44,7 @@ class Engine:
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         load_plugins()
-        if arguments.get("tp_size", 1) > 1:  # otherwise upstream wants one NUMA node per rank
+        if arguments.get("tp_size", 1) > 1:  # otherwise upstream expects one NUMA node per rank
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * arguments["tp_size"]))
         arguments = dict(
             device="cpu", dtype="float32", attention_backend="torch_native", sampling_backend="pytorch",

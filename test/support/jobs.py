@@ -75,9 +75,8 @@ def stop_everywhere(engine: Engine) -> tuple[list[tuple[dict[str, Any], list[int
     """Answer one prompt greedily under each of the stop_options() of its free answer.
 
     Returns:
-        For each: the options, the tokens through the stop, and the finish reason. Then how many answers
-            stopped before
-        the last token of their last step.
+        For each of the options: the options, the tokens through the stop, and the finish reason. Then the
+        number of answers that stopped before the last token of their last step.
     """
     common = dict(temperature=0, max_new_tokens=24)
     (free,) = engine.generate([PROMPTS[1]], ignore_eos=True, **common)

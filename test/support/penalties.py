@@ -83,7 +83,7 @@ class PenaltyChecks:
     """Test methods for a DDTreeCase. They compare greedy answers with the definition.
 
     Plain decoding follows the definition only without overlap scheduling and without retractions. With
-    overlap it counts one step late, and after a retraction it forgets its counts. Where a request combines
+    overlap scheduling it counts one step late, and after a retraction it forgets its counts. Where a request combines
     the repetition penalty with the others, upstream applies them in an order that varies by process.
     """
 

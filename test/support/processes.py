@@ -46,7 +46,7 @@ class EngineProcess:
     CUDA does not survive a fork, so with `device="cuda"` the child is spawned and imports for itself.
 
     Args:
-        arguments: of Engine.
+        arguments: the arguments of Engine.
         job: called as job(engine, *args). If it has a method `before`, that is called before the engine is
             created. With CUDA it must pickle.
         args: further arguments of the job.
@@ -71,7 +71,7 @@ class EngineProcess:
         """Wait for the job's result.
 
         Args:
-            seconds: time to wait before the child is killed. None waits for ever.
+            seconds: time to wait before the child is killed. None waits forever.
 
         Raises:
             RuntimeError: the child failed, died or was killed. The text is its traceback or its exit code.

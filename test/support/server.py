@@ -29,7 +29,7 @@ class ServerChecks:
     """Test methods for a unittest.TestCase. All of them ask one server, which setUpClass starts.
 
     Attributes:
-        device: of the server.
+        device: the server's device.
         flags: further flags of the server.
     """
 

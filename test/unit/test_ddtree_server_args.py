@@ -100,7 +100,7 @@ class TestRefusals(ArgumentsCase):
         self.refused("--speculative-ddtree-verify: expected 'native'", speculative_ddtree_verify="validate")
 
     def test_grammars_that_cannot_step_back(self):
-        """The rollback of outlines would stop the server at the first token that it allows."""
+        """Rolling back an outlines grammar raises, which would stop the server at the first allowed token."""
         self.refused("--grammar-backend: expected .*, got 'outlines'", grammar_backend="outlines")
         self.resolve(grammar_backend="llguidance")
 

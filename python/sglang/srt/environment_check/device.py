@@ -43,7 +43,9 @@ def cards() -> list[Row]:
         fitting = sorted(cubin for cubin in built if serves(cubin, capability))
         name = f"{torch.cuda.get_device_name(index)}, compute capability {capability[0]}.{capability[1]}"
         if not fitting:
-            rows.append(Row(f"card {index}", FAIL, f"{name}: runs none of {', '.join(sorted(built))}"))
+            rows.append(
+                Row(f"card {index}", FAIL, f"{name}: cannot run kernels built for {', '.join(sorted(built))}")
+            )
         elif capability[0] == 9 and not list((layout.site_packages() / "sgl_kernel").glob("flash_ops*.so")):
             advice = "FlashAttention 3 is not installed, so pass --attention-backend flashinfer or triton"
             rows.append(Row(f"card {index}", WARN, f"{name}: {fitting[0]}; {advice}"))
@@ -90,7 +92,11 @@ def shared_memory() -> list[Row]:
     small = [f"card {index} has {limit}" for index, limit in limits.items() if limit < SHARED_BYTES]
     if small:
         return [
-            Row("shared memory", FAIL, f"our kernels need {SHARED_BYTES} bytes per block, {', '.join(small)}")
+            Row(
+                "shared memory",
+                FAIL,
+                f"our kernels need {SHARED_BYTES} bytes per block, but {', '.join(small)}",
+            )
         ]
     return [
         Row(

@@ -130,7 +130,7 @@ def verify_gqa(
 
     Raises:
         ValueError: an argument has a wrong dtype, device, shape or stride, or (debug, CPU) a wrong value. The message
-            names the argument, what was expected and what came.
+            names the argument, what was expected and what was given.
 
     Source: tree attention as in SpecInfer (arXiv 2305.09781), split-KV as in Flash-Decoding.
     """

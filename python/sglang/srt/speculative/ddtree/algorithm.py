@@ -1,4 +1,4 @@
-"""DDTREE as the scheduler sees it."""
+"""Tells the scheduler how DDTREE behaves."""
 
 from __future__ import annotations
 

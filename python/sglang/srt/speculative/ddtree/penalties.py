@@ -25,13 +25,13 @@ NEUTRAL = {
 
 @dataclass
 class Options:
-    """What the requests of a batch ask for.
+    """The penalties and minimum lengths that a batch's requests ask for.
 
     Attributes:
         columns: [bs, 1] float32 on the device, by the name of the sampling parameter.
         prompt_lens: [bs, 1] int64 on the device.
-        asking: indices of the requests that ask for anything, on the host.
-        frequency, presence, repetition, minimum: whether any request asks for it.
+        asking: indices of the requests that ask for any of these, on the host.
+        frequency, presence, repetition, minimum: whether any request of the batch asks for it.
     """
 
     columns: dict[str, torch.Tensor]
@@ -44,11 +44,11 @@ class Options:
 
     @classmethod
     def of(cls, reqs: list[Req], device: torch.device | str) -> Options | None:
-        """Collect the options of a batch's requests without waiting for the device.
+        """Collect what a batch's requests ask for, without waiting for the device.
 
         Args:
-            reqs: of the batch.
-            device: of the columns.
+            reqs: the batch's requests.
+            device: where the columns go.
 
         Returns:
             The options, or None if no request asks for anything.
@@ -83,8 +83,9 @@ class OutputPenalties:
 
     Args:
         max_requests: rows of the request pool.
-        vocab_size: of the logits.
-        device: of the counts. They take max_requests * vocab_size * 4 bytes once a request needs them.
+        vocab_size: columns of the logits.
+        device: where the counts are kept. They take max_requests * vocab_size * 4 bytes once a request needs
+            them.
     """
 
     def __init__(self, max_requests: int, vocab_size: int, device: torch.device | str) -> None:
@@ -107,8 +108,8 @@ class OutputPenalties:
         """Set the counts before a prefill, and give the sampler the penalties that follow from them.
 
         Args:
-            batch: of a prefill, or a mixed one whose running requests keep their counts. Its sampling_info is
-                the copy that upstream makes for each forward.
+            batch: a prefill batch, or a mixed one, whose running requests keep their counts. Its
+                sampling_info is the copy that upstream makes for each forward.
 
         Returns:
             The options, or None. With options, call count() after the forward.
@@ -152,12 +153,12 @@ class OutputPenalties:
         """Penalize the target's logits at every node, in place, for the requests that ask for it.
 
         Args:
-            logits: [bs * N, vocabulary].
-            options: of the batch.
-            sampling_info: of the batch.
-            pool_rows: [bs] rows of the request pool.
-            trees: of the batch. The root's token is output already, and counted.
-            positions: [bs * N] int64, of the nodes.
+            logits: [bs * N, vocabulary] of the target, changed in place.
+            options: what the batch's requests ask for.
+            sampling_info: the batch's.
+            pool_rows: [bs] the requests' rows of the request pool.
+            trees: the batch's trees. The root's token has been emitted and counted already.
+            positions: [bs * N] int64, the nodes' positions.
         """
         bs, num_nodes = trees.tokens.shape
         by_node = logits.view(bs, num_nodes, -1)
@@ -215,9 +216,9 @@ class OutputPenalties:
         """Count the tokens that a step emitted.
 
         Args:
-            pool_rows: [bs] rows of the request pool.
-            tokens: [bs, F] int64.
-            lengths: [bs], how many tokens of each request count; None: all.
+            pool_rows: [bs] the requests' rows of the request pool.
+            tokens: [bs, F] int64, the emitted tokens.
+            lengths: [bs], how many tokens of each request to count; None counts all.
         """
         place = torch.arange(tokens.shape[1], device=tokens.device)
         emitted = torch.ones_like(tokens) if lengths is None else place < lengths[:, None]
@@ -237,7 +238,7 @@ class OutputPenalties:
         """Return what to add to the logits so that outputs shorter than min_new_tokens do not stop.
 
         Args:
-            options: of the batch.
+            options: what the batch's requests ask for.
             stops: [bs, vocabulary] from upstream's penalizers: -inf at the stop tokens. They count no token
                 of this family, so they never lift it themselves.
             emitted: [bs, 1] or [bs, N, 1], output tokens so far.

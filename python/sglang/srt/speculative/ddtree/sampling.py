@@ -1,4 +1,4 @@
-"""The target's token at every node: what constrains the logits, and how they are sampled."""
+"""Picks the target's token at every node: constrains the logits, then samples them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def constrain(
     """Apply grammar and logit bias to the target's logits, in place and in upstream's order.
 
     If they forbid every token at a node, token 0 stays allowed. That happens when the vocabulary cannot spell
-    what the grammar asks for, or when min_new_tokens reaches past the grammar's end. The grammar then refuses
-    token 0, and upstream ends this one request. Sampling from all -inf would give NaN and stop the server.
+    what the grammar asks for, or when min_new_tokens forbids the end that the grammar requires. The grammar
+    then refuses token 0, and upstream ends this one request. Sampling from all -inf would give NaN and stop the server.
 
     Args:
         logits: [bs * N, vocabulary].
@@ -87,14 +87,14 @@ def target_tokens(
     sampled: list[int],
     keep_logits: bool = False,
 ) -> torch.Tensor:
-    """Pick the target's token at every node: the argmax, or one sample drawn by the server's own sampler.
+    """Pick the target's token at every node: the argmax, or one sample from the server's own sampler.
 
     This is what makes DDTREE lossless. The token at each node is a draw from p(. | path to the node), so the
     tokens of the accepted path are distributed as in plain decoding.
 
     Args:
         logits: [bs * N, vocabulary]. The logits of sampled requests are overwritten.
-        sampling_info: of the batch; may be None if `sampled` is empty.
+        sampling_info: the batch's; may be None if `sampled` is empty.
         sampler: upstream's Sampler. It gets at most LOGITS_PER_CHUNK logits per call, because upstream's
             memory reserve does not include its copies (probabilities, sorted values, indices, cumulative
             sums).
