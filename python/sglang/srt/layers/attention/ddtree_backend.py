@@ -53,8 +53,8 @@ def chain_ancestors(num_nodes: int, causal: bool, device: torch.device | str) ->
 
     Args:
         num_nodes: positions of the block.
-        causal: each position sees itself and those before it; else every position sees all.
-        device: of the result.
+        causal: whether a position sees only itself and those before it. Otherwise it sees all positions.
+        device: where the result goes.
 
     Returns:
         [num_nodes, words] int64.
@@ -220,8 +220,8 @@ class TreeVerifyMixin(AttentionBackend):
 
         Args:
             q: [T, h_q * d_qk].
-            layer: of the target.
-            forward_batch: of a TARGET_VERIFY.
+            layer: a layer of the target.
+            forward_batch: a TARGET_VERIFY batch.
             sinks: [h_q], of gpt-oss.
 
         Returns:
@@ -430,7 +430,7 @@ def difference_table(backend: AttentionBackend) -> torch.Tensor | None:
     """Returns what a validating verify accumulates.
 
     Args:
-        backend: that with_tree_verify() returned.
+        backend: what with_tree_verify() returned.
 
     Returns:
         [layers, request pool] float32, or None in the other modes.

@@ -1,4 +1,4 @@
-"""What a target model needs of attention, and which of it the tree ops and other backends can do."""
+"""What attention a target model needs, and what of it the tree ops and other backends cover."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def not_covered(runner: ModelRunner) -> list[str]:
     """Names what the tree ops cannot do of a target's attention.
 
     Args:
-        runner: the target's.
+        runner: the target's ModelRunner.
 
     Returns:
         One phrase per gap; empty if the tree ops cover the model.
@@ -91,7 +91,7 @@ def not_prefilled_by_torch(runner: ModelRunner) -> list[str]:
     """Names what SGLang's torch backend (0.5.23) cannot prefill. It has no MLA and ignores the rest.
 
     Args:
-        runner: the target's.
+        runner: the target's ModelRunner.
 
     Returns:
         One phrase per gap; empty if the backend prefills the model correctly.

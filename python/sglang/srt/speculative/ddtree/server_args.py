@@ -51,7 +51,7 @@ class Refusal(NamedTuple):
     """An argument for which DDTREE serves only some values.
 
     Attributes:
-        field: of ServerArgs. The flag has the same name.
+        field: the field of ServerArgs. The flag has the same name.
         served: the values that DDTREE serves. None means that the argument is not given.
         reason: why DDTREE does not serve the others.
     """
@@ -111,7 +111,7 @@ def refuse_server_args(args: ServerArgs) -> None:
         args: the server's arguments.
 
     Raises:
-        ValueError: names the argument, what DDTREE supports and what came.
+        ValueError: names the argument, what DDTREE supports and what was given.
     """
     device = _device(args)
     if device not in BASE_BACKENDS:

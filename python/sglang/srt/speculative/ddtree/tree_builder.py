@@ -62,8 +62,8 @@ class TreeBuilder:
         """
         bs, max_depth = trees.tokens.shape[0], self.block_size - 1
         hidden = hidden_states.view(bs, self.block_size, -1)[:, 1:].reshape(bs * max_depth, -1)
-        # With one candidate per position the tree is a chain, whatever the scores are. Upstream's fused kernel
-        # needs at least two: on an H200 it returned ids outside the vocabulary for one.
+        # With one candidate per position the tree is a chain whatever the scores are. Upstream's fused kernel
+        # wants at least two: on an H200 it returned ids outside the vocabulary for one.
         tokens, logits, log_sum = candidate_topk(
             hidden, self.lm_head, self.num_candidates, with_partition=self.num_candidates > 1
         )
