@@ -243,8 +243,8 @@ def tree_conv_verify(
         out.
 
     Raises:
-        ValueError: an argument has a wrong dtype, shape, device or layout, or the activation is unknown. The message names
-            it.
+        ValueError: an argument has a wrong dtype, shape, device or layout, or the activation is unknown. The message
+            names it.
     """
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"activation: expected 'silu', 'swish' or None, got {activation!r}")
