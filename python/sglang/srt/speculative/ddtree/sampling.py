@@ -86,6 +86,7 @@ def target_tokens(
     *,
     sampled: list[int],
     keep_logits: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pick the target's token at every node: the argmax, or one sample from the server's own sampler.
 
@@ -101,21 +102,23 @@ def target_tokens(
         positions: [bs * N] int64.
         sampled: indices of the requests that are not greedy.
         keep_logits: sample from copies, and overwrite nothing.
+        out: [bs * N] int64 to write into, or None to allocate.
 
     Returns:
         [bs * N] int64.
     """
+    tokens = torch.empty_like(positions) if out is None else out
     if not sampled:
-        return torch.argmax(logits, dim=-1)
+        return torch.argmax(logits, dim=-1, out=tokens)
     assert sampling_info is not None  # upstream makes one for every batch that samples
     bs = len(sampling_info)
     num_nodes = logits.shape[0] // bs
     if len(sampled) == bs:
-        index, tokens = None, torch.empty_like(positions)
+        index = None
     else:
         requests = async_h2d(sampled, dtype=torch.int64, device=logits.device)
         index = (requests[:, None] * num_nodes + torch.arange(num_nodes, device=logits.device)).flatten()
-        tokens = torch.argmax(logits, dim=-1)
+        torch.argmax(logits, dim=-1, out=tokens)
     info_of = per_node_sampling_info(sampling_info, num_nodes)
     chunk = max(1, LOGITS_PER_CHUNK // logits.shape[1])
     for start in range(0, len(sampled) * num_nodes, chunk):
