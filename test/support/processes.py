@@ -77,12 +77,15 @@ class EngineProcess:
             RuntimeError: the child failed, died or was killed. The text is its traceback or its exit code.
         """
         try:
-            if not self._pipe.poll(seconds):
+            in_time = self._pipe.poll(seconds)
+            if not in_time:
                 self._process.kill()
             done, result = self._pipe.recv()
         except EOFError:
             self._process.join()
-            done, result = False, f"the child died with exit code {self._process.exitcode}"
+            code = self._process.exitcode
+            reason = f"died with exit code {code}" if in_time else f"was killed after {seconds:.0f} s"
+            done, result = False, f"the child {reason}"
         self._process.join()
         if not done:
             raise RuntimeError(result)
