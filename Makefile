@@ -37,7 +37,7 @@ lint: ## run all linters: ruff, mypy, clang-format, shellcheck, hadolint and the
 	@$(PYTHON) -m tools.environment --profile $(PROFILE) --extra test
 	@$(MAKE) --no-print-directory linters
 
-linters: # the linters alone, on an existing .venv; the pre-commit hook runs this
+linters: ## the linters alone, on an existing .venv; the pre-commit hook runs this
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy

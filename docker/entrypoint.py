@@ -7,7 +7,7 @@
     health              exit status 0 if the server in this container is healthy, at any address (HEALTHCHECK)
     COMMAND ...         any other command is executed as given
 
-Standard library and the system's Python only: it must also run if the server's environment is broken.
+It uses only the standard library and the system's Python, so that it runs even if the server's environment is broken.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The last step of a target: writes build.json and the SBOMs (CycloneDX) to /usr/share/sglang. The `source` stage must be
-# mounted at /build. Arguments: target, and the kernels' architectures.
+# The last step of a target: writes build.json and the SBOMs (CycloneDX) to /usr/share/sglang. The `source` stage must
+# be mounted at /build. Arguments: the target and the kernels' architectures.
 set -eu
 share=/usr/share/sglang
 tools=/build/opt/tools/lib/python3.11/site-packages

@@ -3,7 +3,7 @@
     .venv/bin/python test/run_suite.py                      all that this host can run (gpu only with CUDA)
     .venv/bin/python test/run_suite.py --suite unit         one suite
     .venv/bin/python test/run_suite.py --list               the files of each suite
-    .venv/bin/python test/run_suite.py --upstream FILE      a test file of upstream's, on the installed package
+    .venv/bin/python test/run_suite.py --upstream FILE      one of upstream's test files, on the installed package
         [--model MODEL]                                     with MODEL in place of upstream's default models
 
 The last line counts the tests: `N passed, N failed, N skipped`.

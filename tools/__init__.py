@@ -1,4 +1,4 @@
-"""Put our modules and patches together with the pinned upstream release. Standard library only."""
+"""Puts our modules and patches together with the pinned upstream release. Uses the standard library only."""
 
 import sys
 

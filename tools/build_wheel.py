@@ -56,7 +56,7 @@ def write_wheel(path: Path, series: Series, pins: Pins, upstream: Release, profi
         series: our patches and modules.
         pins: our version.
         upstream: the release that the series is for.
-        profile: whose dependencies the wheel states, `cpu` or `cuda`.
+        profile: `cpu` or `cuda`. The wheel states this profile's dependencies.
 
     Raises:
         ToolError: the series does not fit the release, or the disk is too small.

@@ -15,7 +15,7 @@ def run_checked(command: Command, environment: dict[str, str] | None = None, qui
     """Run `command`.
 
     Args:
-        command: the words.
+        command: the program and its arguments.
         environment: replaces this process's.
         quiet: whether to drop what it prints to stdout.
 

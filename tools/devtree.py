@@ -1,4 +1,4 @@
-"""A tree to run from the checkout: upstream's files, the patched files, and links to ours."""
+"""Assembles a tree that runs the checkout: upstream's files, the patched files, and links to ours."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def files(pins: Pins, series: Series, upstream: Release, profile: str = "cuda") 
         pins: our version.
         series: our patches and modules.
         upstream: the release.
-        profile: whose dependencies METADATA states, `cpu` or `cuda`.
+        profile: `cpu` or `cuda`. METADATA states this profile's dependencies.
     """
     names = [
         n for n in upstream.entries if n.startswith(upstream.dist_info + "/") and not n.endswith("/RECORD")

@@ -4,8 +4,8 @@
 
 `.venv` is a symbolic link to an environment under build/environments/. A new environment is built next to the
 old one, and the link moves only when the new one works, so a failed or interrupted build leaves the old
-`.venv` usable. An environment is reused as long as nothing that it was made from has changed. Standard
-library only: this runs before `.venv` exists.
+`.venv` usable. An environment is reused as long as nothing that it was made from has changed. This
+module uses only the standard library, because it runs before `.venv` exists.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SOURCES = (
 )
 NOT_SOURCES = ("tests", "benchmark", "build", "dist", "__pycache__")  # folders
 FREE_BYTES = {"cpu": 7 << 30, "cuda": 25 << 30}  # installed size, downloads and unpacking together
-# Of one environment, on two cores.
+# What one environment costs, on two cores.
 COST = {"cpu": "3 GB, 3 to 6 minutes", "cuda": "11 GB, plus the time to compile our kernels"}
 # What pip and uv print if they cannot reach an index. Without retries, pip only says "from versions: none".
 NETWORK_SIGNS = (
@@ -146,7 +146,7 @@ def running_python() -> str:
 def source_digest(profile: str) -> str:
     """Return a digest of what an environment is made from.
 
-    That is the sources, the profile, the Python's ABI, and the place, since an environment cannot be moved.
+    It covers the sources, the profile, the Python's ABI, and the path, because an environment cannot be moved.
     All Pythons of one ABI share an environment: `python3` and `python3.11` of different vendors can run the
     same packages.
     """
@@ -179,8 +179,8 @@ class Steps:
         """Run `command`.
 
         Args:
-            command: the words.
-            what: what it does, for the message.
+            command: the program and its arguments.
+            what: what the command does, for the message.
             cwd: the folder to run in.
             env: variables to add to this process's.
 
@@ -237,7 +237,7 @@ def reason(profile: str, current: Path | None) -> str:
     """Return the sentences that say what will be installed and why.
 
     Args:
-        profile: of the new environment.
+        profile: the new environment's profile.
         current: the folder that `.venv` points to.
     """
     here = f"Python {running_python()} ({sys.executable})"

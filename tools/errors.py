@@ -1,4 +1,4 @@
-"""How every tool stops: one exception, and one place that prints it and exits."""
+"""How every tool fails: one exception, and one place that prints it and exits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class ToolError(Exception):
-    """A reason to stop that the user can act on. Its text is one sentence that says what to do."""
+    """An error that the user can act on. Its text is one sentence that says what to do."""
 
 
 @contextmanager

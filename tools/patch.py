@@ -118,7 +118,7 @@ class Patch:
                 stop(at, "the hunk has more lines than its @@ line says: correct the count.")
             else:
                 kind = "removed" if line.startswith("-") else "context"
-                stop(at, f"{kind} line {line!r}: a patch only adds lines and carries no upstream line.")
+                stop(at, f"{kind} line {line!r}: a patch only adds lines and contains no upstream line.")
         if due or not all(found.values()) or not found:
             stop(len(lines), "the patch ends before its hunks do.")
         patch.hunks = {p: [Hunk(at, tuple(new)) for at, new in hunks] for p, hunks in found.items()}
@@ -147,7 +147,7 @@ def merge(source: bytes, patches: list[Patch], path: str) -> tuple[bytes, dict[s
     Args:
         source: the content of the upstream file.
         patches: in series order.
-        path: of the file inside the wheel.
+        path: the file's path inside the wheel.
 
     Returns:
         The new file, and per patch the numbers (1-based) of its lines in it.

@@ -38,7 +38,7 @@ def parse(argv: list[str] | None, root: Path) -> argparse.Namespace:
     )
     command = commands.add_parser("dev", help="assemble a runnable tree with links to our files")
     command.add_argument("dir", nargs="?", type=Path, default=root / "build/dev")
-    command = commands.add_parser("rebase", help="carry the series and upstream.toml to another release")
+    command = commands.add_parser("rebase", help="move the series and upstream.toml to another release")
     command.add_argument("version")
     command.add_argument(
         "--dir", type=Path, default=root / "build/rebase", help="for the temporary repository (build/rebase)"

@@ -1,4 +1,4 @@
-"""Lines of the server's log that `make serve` hides unless --log-level is given: no user can act on them."""
+"""Hides the lines of the server's log on which no user can act. `make serve` uses it unless --log-level is given."""
 
 from __future__ import annotations
 

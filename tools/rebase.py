@@ -1,4 +1,4 @@
-"""Carry the series to another upstream release: find what changed, move the patches, write them again."""
+"""Moves the series to another upstream release: finds what changed, moves the patches, writes them again."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def module_path(module: str, has: Callable[[str], object]) -> str | None:
 
 @dataclass
 class Series:
-    """What we put into the package, read from a checkout."""
+    """What a checkout adds to the package: the patches and our modules."""
 
     root: Path = ROOT
 

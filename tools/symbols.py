@@ -15,7 +15,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 class Symbol:
     """A function, a method, or what remains of a class or a module without them.
 
-    digest: of the syntax tree without positions, so neither comments nor blank lines count.
+    digest: sha256 of the syntax tree without positions, so neither comments nor blank lines count.
     spans: first and last line of each definition (decorators included), 1-based.
     """
 

@@ -1,4 +1,4 @@
-"""The pinned upstream release: which wheels, where they are kept, what is in them."""
+"""The pinned upstream release: which wheels it has, where they are kept, and what is in them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Pins:
         """Return the listed wheel.
 
         Args:
-            version: of upstream; default: the pin.
+            version: of SGLang; default: the pin.
             python: the interpreter's tag, e.g. cp311; default: the running one.
 
         Raises:

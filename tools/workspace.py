@@ -1,4 +1,4 @@
-"""Patches as commits in a temporary git repository, to edit one or to carry the series to another release."""
+"""Patches as commits in a temporary git repository, to edit one or to move the series to another release."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Workspace:
         """Return `patch` with new hunks.
 
         Args:
-            patch: whose name and header the result has.
+            patch: the result has its name and header.
             base: the commit that holds upstream's files without any patch. The hunks are written against it.
             before: the commit that holds the patches before this one.
             after: the commit that holds this one, too; default: the files in the folder.

@@ -24,7 +24,7 @@ STARTS = (1, 2, 3, 9, 30)  # length of the answer whose last token is the one in
 def ask(
     server: Server, ids: list[int], token: int, tokens: int, others: list[list[int]]
 ) -> tuple[bool, float | None] | None:
-    """Asks whether the server emits `token` after `ids`.
+    """Ask whether the server emits `token` after `ids`.
 
     Args:
         server: server with an empty radix cache.
@@ -57,7 +57,7 @@ def ask(
 
 
 def ask_often(server: Server, ids: list[int], token: int, answered: int, prompts: list[list[int]]) -> dict:
-    """Asks at all batch sizes and starts. Says how often the token came, and the range of its gaps."""
+    """Ask at all batch sizes and starts. Say how often the token came, and the range of its gaps."""
     answers = []
     for batch in BATCHES:
         others = [prompt[: 40 + 7 * i] for i, prompt in enumerate(prompts[3 : 3 + batch - 1])]

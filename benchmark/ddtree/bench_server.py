@@ -50,7 +50,7 @@ def answer_all(
 def measure(
     server: Server, prompts: list[list[int]], batches: list[int], counts: list[int], tokens: int
 ) -> tuple[list[dict], list[list[int]]]:
-    """Measures a server at each batch size.
+    """Measure a server at each batch size.
 
     Args:
         server: server to ask.
@@ -93,7 +93,7 @@ def plain_of(case: str) -> str:
 def judge(
     plain: Server, prompts: list[list[int]], expected: list[list[int]], outputs: list[list[int]]
 ) -> dict:
-    """Compares answers with plain decoding's, and counts the tokens that are not its first choice.
+    """Compare answers with plain decoding's, and count the tokens that are not its first choice.
 
     Args:
         plain: server that decodes plainly.

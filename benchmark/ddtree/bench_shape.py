@@ -52,7 +52,7 @@ def write_configs(
     vocabulary: int,
     drafter_layers: int,
 ) -> dict[str, str]:
-    """Writes the configs of a target and a drafter; returns the engine arguments that name them."""
+    """Write the configs of a target and a drafter; return the engine arguments that name them."""
     common = dict(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads,
         head_dim=hidden // heads, vocab_size=vocabulary, max_position_embeddings=32768, rms_norm_eps=1e-5,
@@ -72,7 +72,7 @@ def write_configs(
 
 
 def randomize(engine: Engine) -> None:
-    """Draws weights of a usual size. Upstream's dummy weights are so small that all logits tie."""
+    """Draw weights of a usual size. Upstream's dummy weights are so small that all logits tie."""
     import torch
 
     runners = [engine.scheduler.tp_worker.model_runner]
@@ -91,7 +91,7 @@ def randomize(engine: Engine) -> None:
 def measure(
     engine: Engine, ready: Any, turn: Any, batches: list[int], context: int, tokens: int, repeats: int
 ) -> list[dict]:
-    """Measures an engine at each batch size.
+    """Measure an engine at each batch size.
 
     Args:
         engine: engine with dummy weights.

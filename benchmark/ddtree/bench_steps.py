@@ -23,7 +23,7 @@ from benchmark.ddtree.record import origin, save
 
 
 def measure(engine: Engine, turn: Any, given: list[list[int]], batches: list[int], tokens: int) -> list[dict]:
-    """Measures an engine at each batch size.
+    """Measure an engine at each batch size.
 
     Args:
         engine: engine to measure.

@@ -51,7 +51,7 @@ KINDS = dict(
 
 
 def plan(number: int, prompts: list[list[int]], longest: int) -> dict:
-    """Plans request `number`: kind, prompt and sampling parameters. They depend on the arguments only."""
+    """Plan request `number`: kind, prompt and sampling parameters. They depend on the arguments only."""
     draw = random.Random(number)
     kind = draw.choices(list(KINDS), weights=KINDS.values())[0]
     prompt = draw.choice(prompts)
@@ -95,11 +95,11 @@ class Judge:
             threading.Thread(target=self._work, daemon=True).start()
 
     def add(self, number: int, prompt: tuple, output: tuple) -> None:
-        """Queues the answer to request `number`."""
+        """Queue the answer to request `number`."""
         self._answers.put((number, list(prompt), list(output)))
 
     def finish(self, seconds: float) -> int:
-        """Waits for the queued answers, `seconds` at most. Returns how many are not judged."""
+        """Wait for the queued answers, `seconds` at most. Return how many are not judged."""
         deadline = time.monotonic() + seconds
         while self._answers.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -158,7 +158,7 @@ class Load:
             thread.start()
 
     def stop(self, seconds: float) -> None:
-        """Sends no more requests, and waits for those in flight, `seconds` at most."""
+        """Send no more requests, and wait for those in flight, `seconds` at most."""
         self._stop.set()
         deadline = time.monotonic() + seconds
         for thread in self._threads:
@@ -186,7 +186,7 @@ class Load:
                     self.wrong.append(f"request {number}, {job['kind']}: {wrong}")
 
     def _one(self, session, number, *, kind, prompt, sampling, leave_after) -> str | None:
-        """Sends one request. Returns what was wrong with the answer, or None."""
+        """Send one request. Return what was wrong with the answer, or None."""
         rid = f"load-{os.getpid()}-{number}"
         body = {"sampling_params": sampling, "rid": rid}
         if kind in ("stream", "hang_up"):

@@ -33,7 +33,7 @@ CASES = {
 
 
 def draw_bars(axes: Axes, rows: list[dict], field: str, title: str, *, digits: int, top: float) -> None:
-    """Draws one bar per case.
+    """Draw one bar per case.
 
     Args:
         axes: where to draw.
@@ -64,7 +64,7 @@ def draw_bars(axes: Axes, rows: list[dict], field: str, title: str, *, digits: i
 
 
 def draw(results: dict, origin: str, target: Path) -> None:
-    """Draws the whole picture.
+    """Draw the whole picture.
 
     Args:
         results: results of bench_server.py.

@@ -14,7 +14,7 @@ import torch
 
 
 def origin(args: argparse.Namespace) -> dict[str, str]:
-    """Says where the numbers of a results file come from.
+    """Say where the numbers of a results file come from.
 
     Args:
         args: parsed arguments of a measurement, with `device` and `commit` (None: ask git).
@@ -38,6 +38,6 @@ def host_name() -> str:
 
 
 def save(result: dict, output: Path) -> None:
-    """Writes a results file and creates its folder if necessary."""
+    """Write a results file and create its folder if necessary."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1))

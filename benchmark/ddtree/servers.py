@@ -121,7 +121,7 @@ class Server:
             )
 
     def wait(self, deadline: float) -> bool:
-        """Waits until the server is healthy. Returns False if it dies or `deadline` (monotonic) passes."""
+        """Wait until the server is healthy. Return False if it dies or `deadline` (monotonic) passes."""
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 return False
@@ -138,7 +138,7 @@ class Server:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Kills the server and all its processes."""
+        """Kill the server and all its processes."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -146,7 +146,7 @@ class Server:
         self._process.wait()
 
     def generate(self, prompt: list[int], *, session=requests, **body) -> dict:
-        """Asks POST /generate. `body` holds the fields other than input_ids.
+        """Ask POST /generate. `body` holds the fields other than input_ids.
 
         Raises:
             requests.HTTPError: the server refused. The text is the server's.
@@ -157,7 +157,7 @@ class Server:
         return answer.json()
 
     def forget(self) -> None:
-        """Empties the radix cache, so that each measurement does its own prefill.
+        """Empty the radix cache, so that each measurement does its own prefill.
 
         Raises:
             requests.HTTPError: the server did not become idle.
@@ -188,7 +188,7 @@ class Server:
 def start(
     model: str, cases: dict[str, list[str]], folder: Path, *, port: int, seconds: float
 ) -> dict[str, Server]:
-    """Starts servers side by side, which takes hardly longer than starting one.
+    """Start servers side by side, which takes hardly longer than starting one.
 
     Args:
         model: folder of the target.
@@ -224,7 +224,7 @@ def start(
 
 
 def closed_loop(jobs: list, clients: int, work) -> list:
-    """Runs work(session, job) for each job with `clients` clients, each with one job in flight.
+    """Run work(session, job) for each job with `clients` clients, each with one job in flight.
 
     Returns:
         The results, in the order of the jobs.

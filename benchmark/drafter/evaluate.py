@@ -66,7 +66,7 @@ def accepted(
 
 
 def replay(steps: torch.Tensor) -> tuple[int, int]:
-    """Walks over one text as a server does.
+    """Walk over one text as a server does.
 
     Args:
         steps: [n] accepted tokens of a draft whose bonus token is token i of the answer.

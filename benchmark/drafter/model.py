@@ -225,7 +225,7 @@ class Drafter(nn.Module):
         return self._rope
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Writes config.json and the weights into `folder`, for --speculative-draft-model-path."""
+        """Write config.json and the weights into `folder`, for --speculative-draft-model-path."""
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: w.detach().to("cpu", dtype).contiguous() for name, w in self.state_dict().items()}
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
@@ -242,7 +242,7 @@ class Drafter(nn.Module):
 
 
 def main() -> None:
-    """Writes an untrained drafter, to test a server with: python -m benchmark.drafter.model OUT_DIR"""
+    """Write an untrained drafter, to test a server with: python -m benchmark.drafter.model OUT_DIR"""
     import sys
 
     torch.manual_seed(0)

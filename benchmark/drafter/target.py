@@ -105,7 +105,7 @@ class Target:
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, temperature=0.0, compact_every=32):
-        """Continues every prompt to its end-of-sequence token or to max_new_tokens.
+        """Continue every prompt to its end-of-sequence token or to max_new_tokens.
 
         Args:
             prompts: lists of token ids. Similar lengths need the least padding.
@@ -152,7 +152,7 @@ class Target:
         ]
 
     def prefill(self, ids, pad, visible, cache, rows_at_once=512):
-        """Fills the cache with left-padded prompts. Returns the last column's hidden states [bs, hidden]."""
+        """Fill the cache with left-padded prompts. Return the last column's hidden states [bs, hidden]."""
         bs, s = ids.shape
         column = torch.arange(s, device=self.device)
         causal, itself = column[:, None] >= column, torch.eye(s, dtype=torch.bool, device=self.device)
@@ -193,7 +193,7 @@ class Cache:
 
 
 def sample(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Samples tokens [bs] from logits [bs, vocabulary] by Gumbel-max, which needs no sort."""
+    """Sample tokens [bs] from logits [bs, vocabulary] by Gumbel-max, which needs no sort."""
     if temperature == 0:
         return logits.argmax(-1)
     noise = torch.empty_like(logits, dtype=torch.float32).exponential_().log_()

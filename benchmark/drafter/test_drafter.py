@@ -131,7 +131,7 @@ class TestAcceptedLength(unittest.TestCase):
 
     @staticmethod
     def best_first(log_q, ids, truth, budget: int) -> int:
-        """Grows the tree prefix by prefix, then walks it."""
+        """Grow the tree prefix by prefix, then walk it."""
         heap, tree = [(-float(q), (int(t),)) for q, t in zip(log_q[0], ids[0], strict=True)], set()
         heapq.heapify(heap)
         while len(tree) < budget:

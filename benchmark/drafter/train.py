@@ -93,7 +93,7 @@ class HeadLoss(torch.autograd.Function):
 
 
 def cut_loop(ids: list[int], longest: int = 24, times: int = 3) -> list[int]:
-    """Cuts a loop of at most `longest` tokens at the end of an answer after `times` rounds."""
+    """Cut a loop of at most `longest` tokens at the end of an answer after `times` rounds."""
     for period in range(1, longest + 1):
         start = len(ids) - period
         while start > 0 and ids[start - 1] == ids[start - 1 + period]:
@@ -104,7 +104,7 @@ def cut_loop(ids: list[int], longest: int = 24, times: int = 3) -> list[int]:
 
 
 def write_texts(target: Target, tokenizer: Tokenizer, recipe: Recipe, evaluated: list[str]):
-    """Lets the target write and answer training prompts.
+    """Let the target write and answer training prompts.
 
     Returns:
         The texts, each as ids and prompt length. Then statistics.
@@ -147,7 +147,7 @@ def write_texts(target: Target, tokenizer: Tokenizer, recipe: Recipe, evaluated:
 
 
 def blocks(drafter, target, ids, features, anchors, lengths):
-    """Drafts a block at every anchor, all blocks of a text in one pass.
+    """Draft a block at every anchor, all blocks of a text in one pass.
 
     Args:
         drafter: the drafter.
@@ -199,7 +199,7 @@ def batches(texts, size: int, rng: random.Random):
 
 
 def train(drafter: Drafter, target: Target, texts, recipe: Recipe) -> dict:
-    """Trains `drafter` in place for recipe.train_seconds. Returns statistics."""
+    """Train `drafter` in place for recipe.train_seconds. Return statistics."""
     device = target.device
     rng = random.Random(recipe.seed)
     torch.manual_seed(recipe.seed)

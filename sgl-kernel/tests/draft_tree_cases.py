@@ -131,7 +131,7 @@ def built(
     device: str,
     **options: Any,
 ) -> DraftTrees:
-    """Runs build_trees() on a device and returns the result on the CPU. Tensors in `options` move to the device."""
+    """Run build_trees() on a device and return the result on the CPU. Tensors in `options` move to the device."""
     options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     out = poisoned(candidates.shape[0], num_nodes, device)
     build_trees(candidates.to(device), log_probs.to(device), bonus.to(device), out, **options)
@@ -147,7 +147,7 @@ def on_cpu(record: Any) -> Any:
 
 
 def assert_equal(got: Any, want: Any, note: str = "") -> None:
-    """Compares every tensor of two records bit for bit."""
+    """Compare every tensor of two records bit for bit."""
     expected = tensors_of(want)
     assert tensors_of(got).keys() == expected.keys()
     for name, tensor in tensors_of(got).items():

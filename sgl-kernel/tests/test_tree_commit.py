@@ -34,7 +34,7 @@ def random_path(num_nodes: int, block_size: int, rng: random.Random) -> list[int
 def check(
     layout, paths, num_nodes: int, block_size: int, device: str, page_size=1, hidden=None, seed=0
 ) -> None:
-    """Commits `paths` (one list of nodes per request) in a pool and compares every byte of the pool.
+    """Commit `paths` (one list of nodes per request) in a pool and compare every byte of the pool.
 
     layout: for each buffer, (shape of a slot's row, dtype, elements of padding after the row).
     """

@@ -419,7 +419,7 @@ def replaced(**values):
     return lambda batch: values
 
 
-# A change to a valid batch, and the error: the argument, what was expected, what came.
+# A change to a valid batch, and the error that it causes: the argument, what was expected, what was given.
 WRONG_ARGUMENTS = {
     "q dtype": (lambda b: {"q": b.q.double()}, r"q: expected dtype bfloat16 or float16.*got float64"),
     "q rank": (lambda b: {"q": b.q[0]}, r"q: expected 3 dimensions, got shape \[4, 64\]"),
@@ -799,10 +799,11 @@ def test_meta():
 def test_import_without_the_library(tmp_path):
     """A package that was not built reports how to build it."""
     source = Path(sgl_kernel.ddtree.__file__).parent
-    target = tmp_path / "copied_ddtree"
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    package = tmp_path / "sgl_kernel"  # found before the installed one, because the child starts in tmp_path
+    shutil.copytree(source, package / "ddtree", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (package / "__init__.py").touch()
     result = subprocess.run(
-        [sys.executable, "-c", "import copied_ddtree"],
+        [sys.executable, "-c", "import sgl_kernel.ddtree"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

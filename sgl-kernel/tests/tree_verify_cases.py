@@ -97,7 +97,7 @@ class Batch:
         return planned
 
     def run(self, workspace: VerifyWorkspace | None = None, **changed):
-        """Runs the op into `out` and `lse` and returns both. `changed` replaces keywords."""
+        """Run the op into `out` and `lse` and return both. `changed` replaces keywords."""
         arguments = dict(
             self.arguments,
             workspace=workspace or self.workspace(),
@@ -251,7 +251,7 @@ LSE_TOLERANCE = 1e-3
 
 
 def assert_close(batch: Batch, want_out: torch.Tensor, want_lse: torch.Tensor) -> None:
-    """Compares out and lse of a batch with the reference, including rows that no request owns."""
+    """Compare out and lse of a batch with the reference, including rows that no request owns."""
     out, lse = batch.out.cpu().double(), batch.lse.cpu().double()
     want_out, want_lse = want_out.cpu().double(), want_lse.cpu().double()
     assert torch.isfinite(out).all(), (

@@ -110,14 +110,14 @@ def demangle(names: list[str]) -> dict[str, str]:
 
 
 def short_name(demangled: str) -> str:
-    """Removes the return type, the parameters and our own namespace."""
+    """Remove the return type, the parameters and our own namespace."""
     name = re.sub(r"^void ", "", demangled)
     name = name.replace("(anonymous namespace)::", "").replace("ddtree::", "")
     return re.sub(r"\(.*$", "", name).replace("> >", ">>")
 
 
 def launch_shapes() -> dict[tuple, tuple[int, int]]:
-    """Reads (kernel, type, fp8, head size, tile height or warpgroups) -> (threads, dynamic shared bytes) from the
+    """Read (kernel, type, fp8, head size, tile height or warpgroups) -> (threads, dynamic shared bytes) from the
     traits."""
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/launch_shapes"
@@ -134,7 +134,7 @@ def launch_shapes() -> dict[tuple, tuple[int, int]]:
 
 
 def shape_key(name: str) -> tuple | None:
-    """Returns the key of a partial kernel in launch_shapes(), or None for any other kernel."""
+    """Return the key of a partial kernel in launch_shapes(), or None for any other kernel."""
     flag = {"true": 1, "false": 0}
     kinds = {"Gqa": "gqa", "GqaSm90": "gqa_sm90", "Mla": "mla", "MlaSm90": "mla_sm90"}
     if match := re.search(r"(\w+)Traits<(\w+), (true|false)(?:, (\d+), (\d+))?>", name):
@@ -149,7 +149,7 @@ def shape_of(name: str, shapes: dict) -> tuple[int, int] | None:
 
 
 def missing_kernels(kernels: list[Kernel], shapes: dict) -> list[str]:
-    """Lists the partial kernels of launch_shapes() that the library lacks.
+    """List the partial kernels of launch_shapes() that the library lacks.
 
     The kernels of sm_90a are required if the library is built for any sm_90, the others on every architecture. At run
     time a missing kernel would only show as a slower or failing launch.
@@ -167,7 +167,7 @@ def missing_kernels(kernels: list[Kernel], shapes: dict) -> list[str]:
 
 
 def launch_bounds(cubin: bytes) -> dict[str, int]:
-    """Reads kernel -> threads per block (__launch_bounds__) from the .nv.info sections of a cubin (64-bit ELF)."""
+    """Read kernel -> threads per block (__launch_bounds__) from the .nv.info sections of a cubin (64-bit ELF)."""
     max_threads = 0x05  # EIATTR_MAX_THREADS: three 32-bit dimensions
     table, entry_size, count, names_index = (
         *struct.unpack_from("<Q", cubin, 0x28),
@@ -192,7 +192,7 @@ def launch_bounds(cubin: bytes) -> dict[str, int]:
 
 
 def static_shared(arch: str, shared: int) -> int:
-    """Returns the shared memory that a kernel declares.
+    """Return the shared memory that a kernel declares.
 
     cuobjdump's SHARED also counts what the system reserves in each block that uses shared memory. The limits per block
     and the sizes of the traits do not.
@@ -249,7 +249,7 @@ def read_library(library: Path) -> list[Kernel]:
 
 
 def occupancy(kernel: Kernel) -> str:
-    """Returns the resident warps as a share of the multiprocessor's warps, and what limits them."""
+    """Return the resident warps as a share of the multiprocessor's warps, and what limits them."""
     limits = ARCHITECTURES.get(re.sub(r"[af]$", "", kernel.arch))
     if limits is None or kernel.threads is None:
         return "-"

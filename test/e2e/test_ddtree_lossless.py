@@ -86,7 +86,7 @@ class TestTensorParallel(CustomTestCase):
 
 
 def answer_twice(engine):
-    """Asks for a prompt, then for the prompt with most of its answer, whose KV is in the radix cache."""
+    """Ask for a prompt, then for the prompt with most of its answer, whose KV is in the radix cache."""
     prompt = PROMPTS[4]
     (first,) = engine.generate([prompt], temperature=0, max_new_tokens=40, ignore_eos=True)
     answer = list(first.output_ids)[:40]

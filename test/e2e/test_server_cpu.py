@@ -20,7 +20,7 @@ URL = f"http://127.0.0.1:{PORT}"
 
 
 def request(path, body=None, timeout=300):
-    """Sends GET, or POST if there is a `body` (as JSON). Returns the open response."""
+    """Send GET, or POST if there is a `body` (as JSON). Return the open response."""
     data = None if body is None else json.dumps(body).encode()
     return urllib.request.urlopen(
         urllib.request.Request(URL + path, data, {"Content-Type": "application/json"}), timeout=timeout

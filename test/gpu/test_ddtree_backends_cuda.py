@@ -1,18 +1,77 @@
-"""DDTREE on a CUDA device with prefill on another backend: torch's, and FlashInfer's if it is installed."""
+"""DDTREE on a CUDA device with prefill on another backend than Triton, over page sizes, MLA and an fp8 KV cache."""
+
+from __future__ import annotations
 
 import importlib.util
 import unittest
+from typing import Any, NamedTuple
 
+import torch
 from sglang.test.ci.ci_register import register_cuda_ci
 from support.answers import TIE, assert_first_choices
 from support.cuda import CUDA, gaps_by_name, greedy
 from support.models import write_mla_target, write_models_for
 from support.processes import EngineProcess
 
-register_cuda_ci(est_time=120, suite="gpu")
+register_cuda_ci(est_time=300, suite="gpu")
 
-SECONDS = 240  # for each child
+SECONDS = 400  # for each child; FlashInfer compiles at its first use
 FLASHINFER = all(importlib.util.find_spec(name) for name in ("flashinfer", "flashinfer.prefill"))
+
+
+class Case(NamedTuple):
+    """A prefill backend and how it is used.
+
+    Attributes:
+        backend: --attention-backend.
+        prefill: class of the prefill half.
+        arguments: of the engine.
+        variant: the model and its KV cache. Each variant has a judge.
+        least_accepted: accepted draft tokens, at least.
+    """
+
+    backend: str
+    prefill: str
+    arguments: dict[str, Any]
+    variant: str = ""
+    least_accepted: int = 50
+
+    def is_possible(self) -> bool:
+        """Whether this machine has the backend."""
+        if self.backend == "flashinfer":
+            return FLASHINFER
+        if self.backend in ("fa3", "flashmla"):
+            return torch.cuda.get_device_capability()[0] == 9
+        return True
+
+
+FA, FLASHINFER_PREFILL = "FlashAttentionBackend", "FlashInferAttnBackend"
+CASES = {
+    # Named for all attention, torch's backend would switch graphs off.
+    "torch": Case(
+        "triton",
+        "TorchNativeAttnBackend",
+        dict(prefill_attention_backend="torch_native", enable_mixed_chunk=True),
+    ),
+    "fa3, validate": Case("fa3", FA, dict(speculative_ddtree_verify="validate")),
+    "fa3, mixed, page 16": Case("fa3", FA, dict(enable_mixed_chunk=True, page_size=16)),
+    "fa3, page 64": Case("fa3", FA, dict(page_size=64)),
+    "fa3, page 128": Case("fa3", FA, dict(page_size=128)),
+    "fa3, mla": Case("fa3", FA, {}, "mla", 30),
+    "fa3, fp8": Case("fa3", FA, {}, "fp8", 30),
+    "fa4, page 128": Case("fa4", FA, dict(page_size=128)),
+    "flashmla": Case("flashmla", "FlashMLABackend", dict(page_size=64), "mla", 30),
+    "flashinfer, validate": Case(
+        "flashinfer", FLASHINFER_PREFILL, dict(speculative_ddtree_verify="validate")
+    ),
+    "flashinfer, mixed, page 16": Case(
+        "flashinfer", FLASHINFER_PREFILL, dict(enable_mixed_chunk=True, page_size=16)
+    ),
+    "flashinfer, page 64": Case("flashinfer", FLASHINFER_PREFILL, dict(page_size=64)),
+    "flashinfer, page 128": Case("flashinfer", FLASHINFER_PREFILL, dict(page_size=128)),
+    "flashinfer, mla": Case("flashinfer", "FlashInferMLAAttnBackend", {}, "mla", 30),
+    "flashinfer, fp8": Case("flashinfer", FLASHINFER_PREFILL, {}, "fp8", 30),
+}
 
 
 def greedy_and_backends(engine):
@@ -42,19 +101,13 @@ class TestPrefillBackendCuda(unittest.TestCase):
         tree = plain | dict(
             speculative_algorithm="DDTREE", speculative_draft_model_path=drafter, chunked_prefill_size=64,
         )  # fmt: skip
-        torch_native = dict(prefill_attention_backend="torch_native", enable_mixed_chunk=True)
-        flashinfer = dict(attention_backend="flashinfer")
-        cases = {"torch": ("", torch_native)}  # name: variant, arguments
-        if FLASHINFER:
-            cases |= {
-                "flashinfer": ("", flashinfer | dict(speculative_ddtree_verify="validate")),
-                "flashinfer, mixed": ("", flashinfer | dict(enable_mixed_chunk=True, page_size=16)),
-                "flashinfer, mla": ("mla", flashinfer),
-                "flashinfer, fp8": ("fp8", flashinfer),
-            }
         children = {
-            name: EngineProcess(tree | variants[variant] | arguments, greedy_and_backends)
-            for name, (variant, arguments) in cases.items()
+            name: EngineProcess(
+                tree | variants[case.variant] | dict(attention_backend=case.backend) | case.arguments,
+                greedy_and_backends,
+            )
+            for name, case in CASES.items()
+            if case.is_possible()
         }
         cls.results = {}
         for name, child in children.items():
@@ -65,44 +118,31 @@ class TestPrefillBackendCuda(unittest.TestCase):
         judges = {}
         for variant, arguments in variants.items():
             answers = {
-                name: cls.results[name][0].outputs
-                for name, (of, _) in cases.items()
-                if of == variant and not isinstance(cls.results[name], RuntimeError)
+                name: result[0].outputs
+                for name, result in cls.results.items()
+                if CASES[name].variant == variant and not isinstance(result, RuntimeError)
             }
             if answers:
                 judges[variant] = EngineProcess(plain | arguments, judge, answers)
         cls.gaps = {variant: child.result(SECONDS) for variant, child in judges.items()}
 
-    def check(self, name, prefill, least_accepted, variant=""):
-        result = self.results[name]
-        if isinstance(result, RuntimeError):
-            self.fail(f"{name}: {result}")
-        self.assertEqual(result[2], ["HybridAttnBackend", prefill, "DDTreeTritonAttnBackend"])
-        # Triton wrote the judge's prefix, another backend the answer's. TIE covers only one rounding.
-        tie = None if variant == "fp8" else 2 * TIE
-        assert_first_choices(self, name, result[0], self.gaps[variant], least_accepted, tie)
-
-    def test_torch(self):
-        self.check("torch", "TorchNativeAttnBackend", 50)
-
-    @unittest.skipUnless(FLASHINFER, "FlashInfer is not installed")
-    def test_flashinfer(self):
-        self.check("flashinfer", "FlashInferAttnBackend", 50)
-        value, _, _ = self.results["flashinfer"][1]
-        self.assertGreater(value, 0.0)  # both verify kernels ran on the KV that FlashInfer's prefill wrote
-        self.assertLess(value, 0.05)
-
-    @unittest.skipUnless(FLASHINFER, "FlashInfer is not installed")
-    def test_flashinfer_mixed(self):
-        self.check("flashinfer, mixed", "FlashInferAttnBackend", 50)
-
-    @unittest.skipUnless(FLASHINFER, "FlashInfer is not installed")
-    def test_flashinfer_mla(self):
-        self.check("flashinfer, mla", "FlashInferMLAAttnBackend", 30, "mla")
-
-    @unittest.skipUnless(FLASHINFER, "FlashInfer is not installed")
-    def test_flashinfer_fp8_kv(self):
-        self.check("flashinfer, fp8", "FlashInferAttnBackend", 30, "fp8")
+    def test_answers(self):
+        for name, case in CASES.items():
+            with self.subTest(name):
+                if not case.is_possible():
+                    self.skipTest(f"{case.backend} is not installed, or not for this device")
+                result = self.results[name]
+                if isinstance(result, RuntimeError):
+                    self.fail(f"{name}: {result}")
+                self.assertEqual(result[2], ["HybridAttnBackend", case.prefill, "TritonTreeVerify"])
+                # Triton wrote the judge's prefix, another backend the answer's. TIE covers only one rounding.
+                tie = None if case.variant == "fp8" else 2 * TIE
+                gaps = self.gaps[case.variant]
+                assert_first_choices(self, name, result[0], gaps, case.least_accepted, tie)
+                if case.arguments.get("speculative_ddtree_verify") == "validate":
+                    value, _, _ = result[1]
+                    self.assertGreater(value, 0.0)  # both verify kernels ran on the KV that the prefill wrote
+                    self.assertLess(value, 0.05)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from support.models import write_fp8_target, write_gpt_oss_target, write_mla_tar
 register_cuda_ci(est_time=120, suite="gpu")
 
 ERROR = 1.0  # what the wrong kernel adds to its output
+LAYERS = 3  # of the target
 
 
 class _WrongKernel:
@@ -20,18 +21,28 @@ class _WrongKernel:
         return greedy(engine)
 
     def before(self):
-        from sglang.srt.layers.attention import ddtree_backend
+        from sglang.srt.layers.attention.ddtree_backend import TreeVerifyMixin
 
-        right = ddtree_backend.verify_gqa
-        calls = 0
+        right = TreeVerifyMixin._tree_attention
 
-        def wrong(*args, **options):
-            nonlocal calls
-            calls += 1
-            out = right(*args, **options)
-            return out.add_(ERROR) if calls % 3 == 0 else out  # the target has three layers
+        def wrong(backend, q, layer, forward_batch, **options):
+            out = right(backend, q, layer, forward_batch, **options)
+            is_last = layer.layer_id == LAYERS - 1 and backend.tree_mode == "validate"  # not the drafter's
+            return out.add_(ERROR) if is_last else out
 
-        ddtree_backend.verify_gqa = wrong
+        TreeVerifyMixin._tree_attention = wrong
+
+
+class _UpstreamsPath:
+    """A job that runs greedy() on an engine that prepares every forward as upstream does (see step_graphs.py)."""
+
+    def __call__(self, engine):
+        return greedy(engine)
+
+    def before(self):
+        from sglang.srt.speculative.ddtree.step_graphs import StepGraphs
+
+        StepGraphs.can_run = lambda self, bs: False
 
 
 class _WithoutExperts:
@@ -80,6 +91,8 @@ class TestDDTreeCuda(unittest.TestCase):
         # Name: the plain decoding that judges the answers, the engine's arguments, its job.
         trees = {
             "native": ("plain", nodes_32, greedy_without_waiting),
+            "upstream's path": ("plain", nodes_32, _UpstreamsPath()),
+            "as wide as the block": ("plain", tree | dict(speculative_num_draft_tokens=8), greedy),
             "validate": ("plain", validate, greedy),
             "wrong": ("plain", validate, _WrongKernel()),
             "triton, page 64": (
@@ -121,6 +134,13 @@ class TestDDTreeCuda(unittest.TestCase):
     def test_native_never_waits_between_draft_and_commit(self):
         self.agree("native", 50)
         self.assertEqual(self.result("native")[2], [])
+
+    def test_forwards_that_upstream_prepares(self):
+        self.agree("upstream's path", 50)
+
+    def test_a_tree_as_wide_as_the_block(self):
+        """Upstream then gives drafter and target the same input buffers."""
+        self.agree("as wide as the block", 30)
 
     def test_triton(self):
         self.agree("triton, page 64", 50)
@@ -164,7 +184,7 @@ class TestDDTreeCuda(unittest.TestCase):
         self.agree("wrong", 50)  # `validate` serves the base backend's result
         value, layer, request = self.result("wrong")[1]
         self.assertAlmostEqual(value, ERROR, delta=0.1)
-        self.assertEqual(layer, 2)
+        self.assertEqual(layer, LAYERS - 1)
         self.assertRegex(request, "^r[0-9]+$")
 
 

@@ -1,7 +1,7 @@
 """DDTREE's memory on a CUDA device: bounded for sampling, one prefix per request for graph buffers.
 
-Written without care, sampling would copy bs * N * vocabulary logits several times, and graph buffers would
-hold bs * N prefixes.
+A careless implementation would copy bs * N * vocabulary logits several times to sample, and would hold bs * N
+prefixes in graph buffers.
 """
 
 import unittest
@@ -35,7 +35,7 @@ def sampling_info(**needs):
 
 
 def peaks(engine):
-    """Measures sampling and the graph buffers.
+    """Measure sampling and the graph buffers.
 
     Returns:
         The bytes that sampling takes in addition to the logits, by case and by the number of greedy requests.

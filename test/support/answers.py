@@ -1,4 +1,4 @@
-"""Judges greedy answers in bfloat16, where equality with plain decoding would ask too much.
+"""Judges greedy answers in bfloat16, where equality with plain decoding is too strict a test.
 
 Two logits are often equal or one rounding apart, and which token wins depends on the shape of the batch. So
 each token is compared with plain decoding's first choice after the same tokens (Engine.gaps), and so are
@@ -22,7 +22,7 @@ def assert_first_choices(
     least_accepted: int,
     tie: float | None = TIE,
 ) -> None:
-    """Asserts that every token is plain decoding's first choice or ties with it, and that no KV slot leaked.
+    """Assert that every token is plain decoding's first choice or ties with it, and that no KV slot leaked.
 
     Args:
         case: the test case, for its assertions.
@@ -30,8 +30,8 @@ def assert_first_choices(
         found: what the engine answered.
         gaps: Engine.gaps() of each engine's answers by name, with plain decoding's own under "plain".
         least_accepted: accepted draft tokens, at least.
-        tie: largest gap of a tie. None: twice the largest gap of plain decoding's own answers, for an fp8 KV
-            cache.
+        tie: largest gap of a tie. None stands for twice the largest gap of plain decoding's own answers, which
+            suits an fp8 KV cache.
     """
     flat = {
         who: sorted((gap for answer in gaps[who] for gap in answer), reverse=True) for who in (name, "plain")

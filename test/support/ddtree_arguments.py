@@ -31,7 +31,7 @@ class ArgumentsCase(CustomTestCase):
             (path / "config.json").write_text(json.dumps(config))
 
     def resolve(self, **arguments: Any) -> ServerArgs:
-        """Returns the resolved arguments of a CPU server with DDTREE."""
+        """Return the resolved arguments of a CPU server with DDTREE."""
         args = ServerArgs(
             **dict(
                 model_path=str(self.model), speculative_algorithm="DDTREE", device="cpu",

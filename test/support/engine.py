@@ -44,7 +44,7 @@ class Engine:
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         load_plugins()
-        if arguments.get("tp_size", 1) > 1:  # otherwise upstream wants one NUMA node per rank
+        if arguments.get("tp_size", 1) > 1:  # otherwise upstream expects one NUMA node per rank
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * arguments["tp_size"]))
         arguments = dict(
             device="cpu", dtype="float32", attention_backend="torch_native", sampling_backend="pytorch",
@@ -67,7 +67,7 @@ class Engine:
         self.scheduler._create_generation_req = remember
 
     def submit(self, prompt: list[int], **options: Any) -> Req:
-        """Queues a request.
+        """Queue a request.
 
         Args:
             prompt: token ids.
@@ -95,11 +95,11 @@ class Engine:
         return self._created.pop()
 
     def generate(self, prompts: list[list[int]], **options: Any) -> list[Req]:
-        """Runs one request per prompt to its end in upstream's event loop. `options`: see submit()."""
+        """Run one request per prompt to its end in upstream's event loop. `options`: see submit()."""
         return self.finish([self.submit(prompt, **options) for prompt in prompts])
 
     def greedy(self, prompts: list[list[int]], tokens: int) -> Greedy:
-        """Answers each prompt with the `tokens` most likely tokens."""
+        """Answer each prompt with the `tokens` most likely tokens."""
         free = self.free_slots()
         requests = self.generate(prompts, temperature=0, max_new_tokens=tokens, ignore_eos=True)
         return Greedy(
@@ -136,14 +136,14 @@ class Engine:
         return found
 
     def abort(self, request: Req) -> None:
-        """Aborts a request, as a server does when the client hangs up."""
+        """Abort a request, as a server does when the client hangs up."""
         from sglang.srt.managers.io_struct import AbortReq
 
         self._aborted.add(request.rid)  # a request that never ran gets no finish reason
         self.scheduler.abort_request(AbortReq(rid=request.rid))
 
     def finish(self, requests: list[Req], each_turn: Callable[[], bool] = lambda: True) -> list[Req]:
-        """Runs the event loop until all requests are finished and nothing is in flight.
+        """Run the event loop until all requests are finished and nothing is in flight.
 
         Args:
             requests: from submit().

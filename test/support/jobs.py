@@ -29,7 +29,7 @@ def fill_context(engine: Engine) -> tuple[list[list[int]], int]:
 
 
 def exhaust_grammar(engine: Engine) -> list[tuple[str, str]]:
-    """Runs two requests whose grammar allows no fourth token, in one batch with a request without grammar.
+    """Run two requests whose grammar allows no fourth token, in one batch with a request without grammar.
 
     Returns:
         Text and type of the finish reason of the greedy, the sampled and the free request.
@@ -72,12 +72,11 @@ def stop_options(output: list[int]) -> list[dict[str, Any]]:
 
 
 def stop_everywhere(engine: Engine) -> tuple[list[tuple[dict[str, Any], list[int], dict[str, Any]]], int]:
-    """Answers one prompt greedily under each of the stop_options() of its free answer.
+    """Answer one prompt greedily under each of the stop_options() of its free answer.
 
     Returns:
-        For each: the options, the tokens through the stop, and the finish reason. Then how many answers
-            stopped before
-        the last token of their last step.
+        For each of the options: the options, the tokens through the stop, and the finish reason. Then the
+        number of answers that stopped before the last token of their last step.
     """
     common = dict(temperature=0, max_new_tokens=24)
     (free,) = engine.generate([PROMPTS[1]], ignore_eos=True, **common)

@@ -28,7 +28,7 @@ def text_of(tokens: Iterable[int]) -> str:
 def write_models(
     folder: Path, *, seed: int = 0, layers: int = 3, vocabulary: int = VOCABULARY
 ) -> tuple[str, str]:
-    """Writes a random Llama target and a random DFlash drafter for it (block size 8), in float32.
+    """Write a random Llama target and a random DFlash drafter for it (block size 8), in float32.
 
     Args:
         folder: folder to write both models into.
@@ -99,7 +99,7 @@ def write_models(
 
 
 def write_models_for(case: type[unittest.TestCase]) -> tuple[Path, str, str]:
-    """Runs write_models() in a folder that is removed when the test class `case` has finished.
+    """Run write_models() in a folder that is removed when the test class `case` has finished.
 
     Returns:
         That folder, and the folders of the target and of the drafter.
@@ -111,7 +111,7 @@ def write_models_for(case: type[unittest.TestCase]) -> tuple[Path, str, str]:
 
 
 def write_mla_target(folder: Path, *, seed: int = 3, nope: int = 64, value: int = 64) -> str:
-    """Writes a random DeepSeek-V2 with dense layers and MLA of the real latent size (512 + 64), in bfloat16.
+    """Write a random DeepSeek-V2 with dense layers and MLA of the real latent size (512 + 64), in bfloat16.
 
     The drafter of write_models() fits this target.
 
@@ -164,7 +164,7 @@ def write_mla_target(folder: Path, *, seed: int = 3, nope: int = 64, value: int 
 
 
 def write_fp8_target(target: str, folder: Path, **scales: float) -> str:
-    """Writes the target of write_models() as an FP8 checkpoint. Its linear layers keep their type.
+    """Write the target of write_models() as an FP8 checkpoint. Its linear layers keep their type.
 
     Args:
         target: folder of that target.
@@ -195,7 +195,7 @@ def write_fp8_target(target: str, folder: Path, **scales: float) -> str:
 
 
 def write_gpt_oss_target(folder: Path, *, seed: int = 4) -> str:
-    """Writes a random gpt-oss with attention sinks and a window of 32 tokens in layers 0 and 2, in bfloat16.
+    """Write a random gpt-oss with attention sinks and a window of 32 tokens in layers 0 and 2, in bfloat16.
 
     The experts have no weights, so the engine must replace them. The drafter of write_models() fits this
     target.

@@ -22,7 +22,7 @@ PENALTIES: tuple[dict[str, Any], ...] = (
 
 
 def penalize(logits: torch.Tensor, output: list[int], options: dict[str, Any]) -> torch.Tensor:
-    """Applies penalties to the logits of one position, by the definition in DDTREE's penalties.py.
+    """Apply penalties to the logits of one position, by the definition in DDTREE's penalties.py.
 
     Args:
         logits: [vocabulary].
@@ -49,7 +49,7 @@ def stop_tokens(options: dict[str, Any]) -> list[int]:
 
 
 def answer_with_penalties(engine: Engine) -> tuple[list[list[int]], int, int]:
-    """Answers PROMPTS greedily under PENALTIES.
+    """Answer PROMPTS greedily under PENALTIES.
 
     Returns:
         Tokens of each answer through its stop, accepted draft tokens, and the number of retractions.
@@ -83,7 +83,7 @@ class PenaltyChecks:
     """Test methods for a DDTreeCase. They compare greedy answers with the definition.
 
     Plain decoding follows the definition only without overlap scheduling and without retractions. With
-    overlap it counts one step late, and after a retraction it forgets its counts. Where a request combines
+    overlap scheduling it counts one step late, and after a retraction it forgets its counts. Where a request combines
     the repetition penalty with the others, upstream applies them in an order that varies by process.
     """
 
@@ -110,11 +110,11 @@ class PenaltyChecks:
         return output
 
     def assert_by_definition(self, outputs: list[list[int]]) -> None:
-        """Compares the answers to the first prompts, as many as there are outputs."""
+        """Compare the answers to the first prompts, as many as there are outputs."""
         self.assertEqual(outputs, self.expected[: len(outputs)])
 
     def check(self, **arguments: Any) -> int:
-        """Checks a DDTREE engine with further arguments; returns the number of retractions."""
+        """Check a DDTREE engine with further arguments; return the number of retractions."""
         outputs, accepted, retracted = run_engine(self.tree | arguments, answer_with_penalties)
         self.assert_by_definition(outputs)
         self.assertGreater(accepted, 30)

@@ -46,7 +46,7 @@ class EngineProcess:
     CUDA does not survive a fork, so with `device="cuda"` the child is spawned and imports for itself.
 
     Args:
-        arguments: of Engine.
+        arguments: the arguments of Engine.
         job: called as job(engine, *args). If it has a method `before`, that is called before the engine is
             created. With CUDA it must pickle.
         args: further arguments of the job.
@@ -68,21 +68,24 @@ class EngineProcess:
         theirs.close()
 
     def result(self, seconds: float | None = None) -> Any:
-        """Waits for the job's result.
+        """Wait for the job's result.
 
         Args:
-            seconds: time to wait before the child is killed. None waits for ever.
+            seconds: time to wait before the child is killed. None waits forever.
 
         Raises:
             RuntimeError: the child failed, died or was killed. The text is its traceback or its exit code.
         """
         try:
-            if not self._pipe.poll(seconds):
+            in_time = self._pipe.poll(seconds)
+            if not in_time:
                 self._process.kill()
             done, result = self._pipe.recv()
         except EOFError:
             self._process.join()
-            done, result = False, f"the child died with exit code {self._process.exitcode}"
+            code = self._process.exitcode
+            reason = f"died with exit code {code}" if in_time else f"was killed after {seconds:.0f} s"
+            done, result = False, f"the child {reason}"
         self._process.join()
         if not done:
             raise RuntimeError(result)
@@ -100,12 +103,12 @@ def _run(pipe: Any, arguments: dict[str, Any], job: Job, args: tuple[Any, ...]) 
 
 
 def run_engine(arguments: dict[str, Any], job: Job, *args: Any) -> Any:
-    """Runs a job on an engine in a child process; returns its result. Arguments as for EngineProcess."""
+    """Run a job on an engine in a child process; return its result. Arguments as for EngineProcess."""
     return EngineProcess(arguments, job, *args).result()
 
 
 def run_ranks(arguments: dict[str, Any], job: Job, *args: Any) -> list[Any]:
-    """Runs a job on every rank of a tensor-parallel group (`tp_size`) and returns the results, by rank."""
+    """Run a job on every rank of a tensor-parallel group (`tp_size`) and return the results, by rank."""
     arguments = arguments | {"nccl_port": unused_port()}
     children = [EngineProcess(arguments | {"rank": rank}, job, *args) for rank in range(arguments["tp_size"])]
     return [child.result() for child in children]

@@ -95,7 +95,7 @@ class SamplingCheck:
         return float(chi / (freedom * (1 - spread**2 + 4.265 * spread) ** 3))
 
     def check(self, **options: Any) -> None:
-        """Checks a DDTREE engine under these sampling parameters."""
+        """Check a DDTREE engine under these sampling parameters."""
         arguments = self.tree | {"speculative_num_draft_tokens": 24, "skip_tokenizer_init": False}
         answers = run_engine(arguments, sample, self.prompt, self.count, options)
         self.assertLess(self.statistic(answers, self.exact(**options)), 1.0)

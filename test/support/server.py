@@ -29,7 +29,7 @@ class ServerChecks:
     """Test methods for a unittest.TestCase. All of them ask one server, which setUpClass starts.
 
     Attributes:
-        device: of the server.
+        device: the server's device.
         flags: further flags of the server.
     """
 
@@ -53,7 +53,7 @@ class ServerChecks:
         cls.addClassCleanup(kill_process_tree, process.pid)
 
     def generate(self, **body: Any) -> requests.Response:
-        """Asks for 40 greedy tokens after PROMPT; `body` changes fields of the request."""
+        """Ask for 40 greedy tokens after PROMPT; `body` changes fields of the request."""
         sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True} | body.pop(
             "sampling_params", {}
         )

@@ -11,15 +11,17 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.ddtree_backend import (
     TorchNativeTreeVerify,
     TreeVerifyMixin,
+    TritonDraftBackend,
+    TritonTreeVerify,
     chain_ancestors,
-    with_per_request_graph_buffers,
+    with_block_attention,
     with_tree_verify,
 )
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.ddtree.coverage import not_covered
@@ -66,7 +68,10 @@ class TestFullMask(CustomTestCase):
         runner = SimpleNamespace(
             device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(3, self.context + 141))
         )
-        self.backend._init_tree(runner=runner, mode="triton", num_nodes=self.num_nodes)
+        self.graph_words = torch.zeros(2, self.num_nodes, 2, dtype=torch.int64)
+        self.backend._init_tree(
+            runner=runner, mode="triton", num_nodes=self.num_nodes, graph_ancestors=self.graph_words
+        )
 
     def batch(self, prefix_lens):
         bs = len(prefix_lens)
@@ -99,16 +104,18 @@ class TestFullMask(CustomTestCase):
     def test_in_a_graph(self):
         self.backend.init_cuda_graph_state(2, 2 * self.num_nodes)
         for prefix_lens in ([self.context + self.num_nodes] * 2, [7, 31], [5]):
-            self.backend.init_forward_metadata_out_graph(self.batch(prefix_lens))
+            batch = self.batch(prefix_lens)
+            self.graph_words[: len(prefix_lens)] = batch.spec_info.ancestors.view(-1, self.num_nodes, 2)
+            self.backend.init_forward_metadata_out_graph(batch)
             self.check(self.backend._verify_mask.buffer, prefix_lens)
 
 
-class TestGraphBuffers(CustomTestCase):
-    """What the graphs of upstream's Triton backend reserve. The class is upstream's; no device is needed."""
+class TritonCase(CustomTestCase):
+    """Wrapped backends on upstream's Triton backend. The class is upstream's; no device is needed."""
 
     context, requests, window = 1000, 4, 32
 
-    def backend(self, *, num_nodes=None, mode="native", **attributes):
+    def backend(self, *, num_nodes=None, mode="native", layers=(), **attributes):
         """The target's wrapped backend for trees of `num_nodes` nodes, or the drafter's if None."""
         backend = TritonAttnBackend.__new__(TritonAttnBackend)
         backend.__dict__ |= dict(
@@ -121,13 +128,25 @@ class TestGraphBuffers(CustomTestCase):
             setattr(backend, name, torch.zeros(self.requests + 1, dtype=torch.int64))
         table = torch.zeros(self.requests + 1, self.context + 2 * (num_nodes or 0) + 1, dtype=torch.int32)
         runner = SimpleNamespace(
-            device="cpu", model=torch.nn.ModuleList(), dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16,
+            device="cpu", model=torch.nn.ModuleList(layers), dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16,
             req_to_token_pool=SimpleNamespace(req_to_token=table), prefill_attention_backend_str="triton",
             model_config=SimpleNamespace(num_hidden_layers=2),
         )  # fmt: skip
         if num_nodes is None:
-            return with_per_request_graph_buffers(backend, runner)
-        return with_tree_verify(backend, runner, mode=mode, num_nodes=num_nodes)
+            return with_block_attention(backend, runner, block_size=8)
+        words = torch.zeros(self.requests, num_nodes, ancestor_words(num_nodes), dtype=torch.int64)
+        return with_tree_verify(backend, runner, mode=mode, num_nodes=num_nodes, graph_ancestors=words)
+
+    def layer(self, *, causal, window=-1, size=64):
+        """A layer of a drafter."""
+        attention = AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY
+        return RadixAttention(
+            2, size, 1.0, num_kv_heads=1, layer_id=0, sliding_window_size=window, attn_type=attention
+        )
+
+
+class TestGraphBuffers(TritonCase):
+    """What graphs reserve."""
 
     def reserved(self, num_nodes, **options):
         """Bytes of the buffers that init_cuda_graph_state makes."""
@@ -138,7 +157,7 @@ class TestGraphBuffers(CustomTestCase):
         return sum(value.nbytes for value in made if isinstance(value, torch.Tensor))
 
     def test_nodes_do_not_multiply_them(self):
-        """Apart from its ancestor words, a node only lengthens the longest prefix of each request."""
+        """A node only lengthens the longest prefix of each request."""
         few, many = self.reserved(8), self.reserved(64)
         slots = (
             self.requests * 2 * (64 - 8) * 8
@@ -147,7 +166,8 @@ class TestGraphBuffers(CustomTestCase):
         self.assertLess(many, 4 * self.requests * self.context * 8)
 
     def test_the_drafter_has_them_per_request(self):
-        self.assertLess(self.reserved(None), 4 * self.requests * self.context * 8)
+        for layers in ((), (self.layer(causal=True, size=80),)):  # on the tree ops, and on Triton
+            self.assertLess(self.reserved(None, layers=layers), 4 * self.requests * self.context * 8)
 
     def test_native_has_no_mask(self):
         for mode, expected in (("native", False), ("triton", True), ("validate", True)):
@@ -182,13 +202,75 @@ class TestGraphBuffers(CustomTestCase):
             self.assertEqual(own.tolist(), list(range(10_000 * r, 10_000 * r + self.context + num_nodes)))
 
 
+class TestDraftBlock(TritonCase):
+    def test_which_draft_blocks_run_on_the_tree_ops(self):
+        for layer, expected in (
+            (self.layer(causal=True), TritonTreeVerify),
+            (self.layer(causal=False), TritonTreeVerify),
+            (self.layer(causal=True, window=16), TritonTreeVerify),
+            (self.layer(causal=False, window=16), TritonDraftBackend),
+            (self.layer(causal=False, size=80), TritonDraftBackend),
+        ):
+            with self.subTest(causal=layer.attn_type, window=layer.sliding_window_size):
+                self.assertIs(type(self.backend(layers=[layer])), expected)
+
+    def test_a_draft_block_hides_nothing_but_what_is_not_causal(self):
+        for causal in (True, False):
+            layer = self.layer(causal=causal)
+            backend = self.backend(layers=[layer])
+            words = backend._block_ancestors(layer)
+            self.assertEqual(len(words), (self.requests + 1) * 8)
+            for block in words.view(-1, 8, 1):
+                self.assertTrue(torch.equal(block, chain_ancestors(8, causal, "cpu")))
+
+
+class TestInGraphMetadata(TritonCase):
+    """A captured graph finds prefix lengths and slots itself, from the static buffers of its batch."""
+
+    def test_it_reads_lengths_and_slots_of_the_batch(self):
+        bs, num_nodes = 3, 8
+        backend = self.backend(num_nodes=num_nodes)
+        backend.kv_indptr = torch.zeros(self.requests + 1, dtype=torch.int32)
+        backend.init_cuda_graph_state(self.requests, self.requests * num_nodes)
+        packed = []
+
+        class Translator:
+            def pack_read_stream(self, plan, *, req_pool_indices, seq_lens, indptr, out, num_token_blocks):
+                packed.append(num_token_blocks)
+                for r, (row, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist())):
+                    out[indptr[r] : indptr[r + 1]] = torch.arange(length) + 10_000 * row
+
+        backend.kv_index_translator = Translator()
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_target_verify=lambda: True),
+            batch_size=bs,
+            seq_lens=torch.ones(bs, dtype=torch.int64),
+            req_pool_indices=torch.zeros(bs, dtype=torch.int64),
+            kv_loc_plan=None,
+        )
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        captured = backend.tree_prefix_lens, *backend._prefix_slots(), backend.tree_qo_indptr
+        for lengths, rows in (([5, 0, 7], [2, 1, 3]), ([1, self.context, 1], [3, 2, 1])):
+            batch.seq_lens.copy_(torch.tensor(lengths))
+            batch.req_pool_indices.copy_(torch.tensor(rows))
+            backend.init_forward_metadata_out_graph(batch)  # before a replay: nothing is left to do
+            backend.init_forward_metadata_in_graph(batch)
+            prefix_lens, indptr, indices, qo_indptr = captured
+            self.assertEqual(prefix_lens.tolist(), lengths)
+            self.assertEqual(qo_indptr.tolist(), [0, 8, 16, 24])
+            for r, (row, length) in enumerate(zip(rows, lengths)):
+                own = indices[indptr[r] : indptr[r + 1]]
+                self.assertEqual(own.tolist(), list(range(10_000 * row, 10_000 * row + length)))
+        self.assertEqual(packed, [1, 1])
+
+
 class TestTreeAttention(CustomTestCase):
     """What the wrapper passes to the ops, on a CPU: GQA with 4 and 2 heads, or MLA with 2 query heads."""
 
     num_nodes, prefix = 5, 7
 
     def check(self, *, mla=False, sinks=None, store=torch.float32, scales=None):
-        """Writes KV and attends to it as a layer does, and compares with softmax attention.
+        """Write KV and attend to it as a layer does, and compare with softmax attention.
 
         Args:
             store: dtype of the KV cache.

@@ -1,4 +1,4 @@
-"""What the tree ops and the torch backend do not cover is named."""
+"""DDTREE names what the tree ops and the torch backend do not cover."""
 
 import unittest
 from types import SimpleNamespace

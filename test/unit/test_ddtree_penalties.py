@@ -80,7 +80,7 @@ class TestNodesOfATree(CustomTestCase):
         )
 
     def begin(self, requests, pool_rows, decoding=None, late=0):
-        """Prefills requests; returns what the sampler gets. The host is `late` tokens behind for decoding ones."""
+        """Prefill requests; return what the sampler gets. The host is `late` tokens behind for decoding ones."""
         lens = [
             len(req.origin_input_ids) + len(req.output_ids) + late * any(req is r for r in decoding or ())
             for req in requests
@@ -96,7 +96,7 @@ class TestNodesOfATree(CustomTestCase):
         return self.penalties.begin(batch), info
 
     def check_nodes(self, outputs, num_nodes):
-        """Checks a verify step after `outputs`, whose last tokens are the roots."""
+        """Check a verify step after `outputs`, whose last tokens are the roots."""
         trees = self.trees(torch.tensor([output[-1] for output in outputs]), num_nodes)
         logits = torch.randn(len(outputs) * num_nodes, VOCABULARY, generator=self.generator)
         prefix = torch.tensor([len(r.origin_input_ids) + len(o) - 1 for r, o in zip(self.requests, outputs)])
@@ -154,7 +154,7 @@ class TestNodesOfATree(CustomTestCase):
         self.assertEqual(seen, [row for row, asked in zip(self.pool_rows.tolist(), OPTIONS) if asked])
 
     def check_sampler(self, info, requests, outputs):
-        """Applies what begin() gave the sampler as upstream does, additive penalties first."""
+        """Apply what begin() gave the sampler as upstream does, additive penalties first."""
         for i, (req, output) in enumerate(zip(requests, outputs)):
             logits = torch.randn(VOCABULARY, generator=self.generator)
             found = logits + info.acc_additive_penalties[i]

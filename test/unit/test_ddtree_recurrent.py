@@ -262,7 +262,7 @@ class TestKDA(ConfiguredCase):
                 seen[node] |= seen[parent]
         ancestors = pack_ancestors(seen)
         backend = object.__new__(KDATreeVerify)
-        backend.init_recurrent_verify(self.states, lambda num_nodes, tokens: ancestors)
+        backend.init_recurrent_verify(self.states, lambda tokens: ancestors)
         backend.forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3], dtype=torch.int32))
         batch = SimpleNamespace(
             forward_mode=ForwardMode.TARGET_VERIFY, spec_info=SimpleNamespace(draft_token_num=NODES)

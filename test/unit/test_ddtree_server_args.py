@@ -100,7 +100,7 @@ class TestRefusals(ArgumentsCase):
         self.refused("--speculative-ddtree-verify: expected 'native'", speculative_ddtree_verify="validate")
 
     def test_grammars_that_cannot_step_back(self):
-        """The rollback of outlines would stop the server at the first token that it allows."""
+        """Rolling back an outlines grammar raises, which would stop the server at the first allowed token."""
         self.refused("--grammar-backend: expected .*, got 'outlines'", grammar_backend="outlines")
         self.resolve(grammar_backend="llguidance")
 
@@ -235,15 +235,18 @@ class TestAttentionBackends(ArgumentsCase):
         with override_platform(is_sm120=True, is_blackwell=True):
             self.check(self.resolve(attention_backend="trtllm_mha", page_size=32), "trtllm_mha", page_size=32)
 
-    def test_triton_if_none_is_named(self):
-        self.check(self.resolve(), "triton")
-        self.check(self.resolve(decode_attention_backend="triton"), "triton")
+    def test_upstreams_choice_if_none_is_named(self):
+        with override_platform(is_hopper_with_cuda_12_3=True):
+            self.check(self.resolve(), "fa3")
+            self.check(self.resolve(decode_attention_backend="triton"), "fa3")
+        with override_platform(has_flashinfer=False):
+            self.check(self.resolve(), "triton")
 
     def test_what_upstream_falls_back_to(self):
         self.check(self.resolve(attention_backend="fa3", kv_cache_dtype="fp8_e5m2"), "triton")
 
     def choose(self, device="cuda", chosen=None, **asked):
-        """Runs the rules alone. `chosen` is what upstream chose for this model or device."""
+        """Run the rules alone. `chosen` is what upstream chose for this model or device."""
         raw = dict.fromkeys(("attention_backend", "prefill_attention_backend", "decode_attention_backend"))
         raw |= asked
         args = SimpleNamespace(**raw | (chosen or {}), device=device, _raw_input=raw)
@@ -251,8 +254,9 @@ class TestAttentionBackends(ArgumentsCase):
         return attention_backends_of(args)
 
     def test_what_upstream_chose_for_a_device_is_not_what_the_user_named(self):
-        self.assertEqual(self.choose(chosen={"attention_backend": "trtllm_mha"}), ("triton", "triton"))
+        self.assertEqual(self.choose(chosen={"attention_backend": "trtllm_mha"}), ("trtllm_mha", "triton"))
         self.assertEqual(self.choose(chosen={"decode_attention_backend": "flashinfer"}), ("triton", "triton"))
+        self.assertEqual(self.choose(chosen={"attention_backend": "aiter"}), ("triton", "triton"))
         self.assertEqual(
             self.choose(device="cpu", chosen={"attention_backend": "intel_amx"}),
             ("torch_native", "torch_native"),

@@ -29,7 +29,7 @@ class Letters:
 
 class TestStopAtFirst(CustomTestCase):
     def end(self, before, step, algorithm="DDTREE", max_new_tokens=99, **options):
-        """Emits `step` after `before`; returns whether the request ended, its output and the reason."""
+        """Emit `step` after `before`; return whether the request ended, its output and the reason."""
         params = SamplingParams(max_new_tokens=max_new_tokens, **options)
         params.normalize(Letters())
         req = Req("r", "", array("q", [1]), params)

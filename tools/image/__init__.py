@@ -1,1 +1,1 @@
-"""The container image: build makes it; the stages of docker/Dockerfile run native, cuda, prune and info."""
+"""The container image. `build` makes it; the stages of docker/Dockerfile run `native`, `cuda`, `prune` and `info`."""

@@ -2,8 +2,9 @@
 
     python3 -m tools.image.build cpu|cuda [--store FOLDER] [--record FILE] [--kernels FOLDER]
 
-Needs root, and Debian's buildah, podman, runc, debootstrap and fuse-overlayfs. debootstrap makes the base
-image from the mirror that this host's apt uses, unless BASE_IMAGE names another image. Standard library only.
+It needs root, and Debian's buildah, podman, runc, debootstrap and fuse-overlayfs. debootstrap makes the base
+image from the mirror that this host's apt uses, unless BASE_IMAGE names another image. It uses only the
+standard library.
 """
 
 from __future__ import annotations
@@ -117,10 +118,10 @@ class Store:
         """Run `buildah` or `podman` on this store.
 
         Args:
-            tool: the command.
-            arguments: its words.
+            tool: `buildah` or `podman`.
+            arguments: the command's arguments.
             check: whether a failure raises.
-            options: of subprocess.run.
+            options: passed to subprocess.run.
 
         Raises:
             ToolError: it failed, and `check` is true.

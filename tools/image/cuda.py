@@ -30,7 +30,7 @@ def complete(root: Path, compiler: str = "cc") -> None:
     """Add lib64, lib/libcudart.so and lib/stubs/libcuda.so to the toolkit. Keep those that exist.
 
     Args:
-        root: of the toolkit.
+        root: the toolkit's folder.
         compiler: the C compiler that makes the stub.
 
     Raises:

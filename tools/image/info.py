@@ -30,7 +30,7 @@ def build_info(target: str, architectures: str = "") -> dict[str, str]:
 
     Args:
         target: the stage of docker/Dockerfile, 'cpu' or 'cuda'.
-        architectures: of our kernels, written as in TORCH_CUDA_ARCH_LIST; empty for the CPU.
+        architectures: those of our kernels, written as in TORCH_CUDA_ARCH_LIST; empty for the CPU.
 
     Returns:
         version, upstream, target and architectures.

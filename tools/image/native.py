@@ -2,7 +2,7 @@
 
     python -m tools.image.native cpu|cuda OUT
 
-Runs in the image's build stage, in an environment that has pip, the build tools and, for `cpu`, torch. For
+It runs in the image's build stage, in an environment that has pip, the build tools and, for `cpu`, torch. For
 `cuda` it downloads torch, whose headers and libraries the kernels are built against, and NVIDIA's compiler,
 both locked by hash. TORCH_CUDA_ARCH_LIST chooses the architectures.
 """

@@ -66,7 +66,7 @@ def check_importers(site: Path, rules: list[Rule], gone: set[Path]) -> None:
 
     Args:
         site: the folder site-packages.
-        rules: of the verb `remove`.
+        rules: the rules of the verb `remove`.
         gone: the paths that the rules remove.
 
     Raises:

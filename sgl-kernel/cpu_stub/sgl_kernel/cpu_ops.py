@@ -33,7 +33,7 @@ _RECURRENT = (
 def copy_all_layer_kv_cache_cpu(
     data_ptrs: torch.Tensor, strides: torch.Tensor, tgt_loc: torch.Tensor, src_loc: torch.Tensor
 ) -> None:
-    """Copies KV rows within each layer's buffer, for all layers of a pool.
+    """Copy KV rows within each layer's buffer, for all layers of a pool.
 
     All source rows of a layer are read before the first row is written, so the two lists may overlap.
 
@@ -72,7 +72,7 @@ def assign_req_to_token_pool_cpu(
     slots: torch.Tensor,
     width: int,
 ) -> None:
-    """Writes newly allocated slots into the request-to-token table. SGLang passes all arguments by position.
+    """Write newly allocated slots into the request-to-token table. SGLang passes all arguments by position.
 
     Args:
         rows: [n] integer tensor, the table's row of each request.
@@ -98,7 +98,7 @@ def _murmur3_mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    """Computes MurmurHash3 (x86, 32 bit) of the 16 bytes seed | position | column.
+    """Compute MurmurHash3 (x86, 32 bit) of the 16 bytes seed | position | column.
 
     Args:
         seed: [n] int64 or uint64.
@@ -124,7 +124,7 @@ def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, col_indices: 
 
 
 def fused_sigmoid_mul_cpu(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """Computes x *= sigmoid(gate) in place.
+    """Compute x *= sigmoid(gate) in place.
 
     Args:
         x: [..., d] floating point, written.
@@ -134,7 +134,7 @@ def fused_sigmoid_mul_cpu(x: torch.Tensor, gate: torch.Tensor) -> None:
 
 
 def register(device_only: Callable[[str], Callable]) -> None:
-    """Registers the ops above in torch's `sgl_kernel` library.
+    """Register the ops above in torch's `sgl_kernel` library.
 
     Args:
         device_only: turns a name into a function that raises, for the ops that are only looked up.

@@ -1,4 +1,4 @@
-// Host-side argument checks. Every error names the op's argument, what was expected and what came.
+// Host-side argument checks. Every error names the op's argument, what was expected and what was given.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

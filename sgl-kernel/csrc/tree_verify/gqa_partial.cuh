@@ -2,8 +2,8 @@
 //
 // Grid: x = KV head * M tiles + M tile, y = work item (see tile_scheduler.cuh). Packed row m = node * heads + head for
 // the `heads` query heads that share the KV head, so each KV head and M tile reads the KV once.
-// Pipeline: Q stays in registers. K and V tiles of kTileN tokens pass through a ring of kStages stages, which cp.async
-// fills by gathering slots. The threads that copied an fp8 stage convert it to a single 16-bit tile.
+// Main loop (over tiles j): Q stays in registers. K and V tiles of kTileN tokens pass through a ring of kStages stages,
+// which cp.async fills by gathering slots. The threads that copied an fp8 stage convert it to a single 16-bit tile.
 // Synchronization: cp.async.wait_group makes a thread's own copies visible to it, and the barrier that follows makes
 // them visible to the block. The same barrier shows that every warp has finished the previous tile. The stage that is
 // refilled right after it, and the converted tile, are therefore free.

@@ -45,7 +45,7 @@ def run(checks: list[Callable[[], list[Row]]]) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m sglang.srt.environment_check", description=__doc__)
     parser.add_argument(
         "--json", action="store_true", help="print the report as JSON, with the data of each check"

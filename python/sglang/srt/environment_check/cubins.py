@@ -27,8 +27,8 @@ LIST_SECONDS = 300
 def architectures() -> list[str]:
     """The architectures that this installation was built for, in nvcc's notation: ['90', '100a', '103a', '120f'].
 
-    An image records what it was built for. Elsewhere these are the architectures of our library: whoever built it chose
-    them, and an architecture that nobody asked for is not missing.
+    An image records what it was built for. Elsewhere these are the architectures of our library. Whoever built it chose
+    them, so no other architecture counts as missing.
     """
     asked = layout.build_info().get("architectures")
     if asked:

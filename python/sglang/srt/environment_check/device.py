@@ -43,7 +43,9 @@ def cards() -> list[Row]:
         fitting = sorted(cubin for cubin in built if serves(cubin, capability))
         name = f"{torch.cuda.get_device_name(index)}, compute capability {capability[0]}.{capability[1]}"
         if not fitting:
-            rows.append(Row(f"card {index}", FAIL, f"{name}: runs none of {', '.join(sorted(built))}"))
+            rows.append(
+                Row(f"card {index}", FAIL, f"{name}: cannot run kernels built for {', '.join(sorted(built))}")
+            )
         elif capability[0] == 9 and not list((layout.site_packages() / "sgl_kernel").glob("flash_ops*.so")):
             advice = "FlashAttention 3 is not installed, so pass --attention-backend flashinfer or triton"
             rows.append(Row(f"card {index}", WARN, f"{name}: {fitting[0]}; {advice}"))
@@ -90,7 +92,11 @@ def shared_memory() -> list[Row]:
     small = [f"card {index} has {limit}" for index, limit in limits.items() if limit < SHARED_BYTES]
     if small:
         return [
-            Row("shared memory", FAIL, f"our kernels need {SHARED_BYTES} bytes per block, {', '.join(small)}")
+            Row(
+                "shared memory",
+                FAIL,
+                f"our kernels need {SHARED_BYTES} bytes per block, but {', '.join(small)}",
+            )
         ]
     return [
         Row(
@@ -146,7 +152,7 @@ def verify(device: str) -> torch.Tensor:
 
 
 def kernels() -> list[Row]:
-    """Compares the tree-verify kernel on each card with the CPU op, which is its reference."""
+    """Compare the tree-verify kernel on each card with the CPU op, which is its reference."""
     import torch
 
     if not has_card():
@@ -179,7 +185,7 @@ dist.destroy_process_group()
 
 
 def all_reduce_in(environment: dict[str, str], world: int) -> str | None:
-    """Runs an all-reduce over ``world`` cards, one process per card. Returns None, or what went wrong."""
+    """Run an all-reduce over ``world`` cards, one process per card. Return None, or what went wrong."""
     import socket
 
     with socket.socket() as probe:
@@ -211,7 +217,7 @@ def all_reduce_in(environment: dict[str, str], world: int) -> str | None:
 
 
 def all_reduce() -> list[Row]:
-    """Runs an all-reduce over all cards. If it fails, runs it without peer-to-peer copies to find the cause."""
+    """Run an all-reduce over all cards. If it fails, runs it without peer-to-peer copies to find the cause."""
     import torch
 
     world = torch.cuda.device_count()

@@ -73,7 +73,7 @@ MODULES = {
         "sglang.kernels.ops.attention.flash_attention_v4_sm120",
     ),
 }
-# Outside an image any other library may be left out on purpose. Upstream imports those when they are used.
+# Outside an image, any other library may be left out on purpose. Upstream imports those only when they are used.
 REQUIRED = ("torch", "triton", "sgl_kernel", "sglang")
 WITH_A_CARD = ("deep_ep",)  # importing these needs a device
 IMPORT_SECONDS = 600  # the first import on a slow disk compiles thousands of Python files
@@ -115,7 +115,7 @@ def caches() -> list[Row]:
             problems.append(f"{name}={folder}: {error.strerror}")
     place = os.path.commonpath([str(folder) for folder in folders.values()])
     if problems:
-        advice = f"mount a volume at {root} that uid {os.getuid()} or group {os.getgid()} can write"
+        advice = f"mount a volume at {root} that uid {os.getuid()} or group {os.getgid()} can write to"
         return [Row("caches", FAIL, f"{'; '.join(problems)}; {advice}")]
     state = os.statvfs(place)
     if state.f_flag & os.ST_NOEXEC:
@@ -184,7 +184,7 @@ for name in sys.argv[1:]:
 
 
 def imports() -> list[Row]:
-    """Imports the modules that serve, in a separate process. Without a driver it provides a stub of libcuda."""
+    """Import the modules that serve, in a separate process. Without a driver it provides a stub of libcuda."""
     import torch
 
     wanted = (*MODULES[layout.profile()], *(WITH_A_CARD if torch.cuda.is_available() else ()))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from sglang.srt.environment_check import layout
 
-OK, WARN, FAIL, NONE = "ok", "warn", "FAIL", "-"  # NONE: not checked on this host, the detail says why
+OK, WARN, FAIL, NONE = "ok", "warn", "FAIL", "-"  # NONE: not checked on this host; the detail says why
 
 
 @dataclass

@@ -58,7 +58,7 @@ def driver_stub() -> Path | None:
 
 
 def compiler() -> list[Row]:
-    """Compiles a small program for every architecture of this build."""
+    """Compile a small program for every architecture of this build."""
     if layout.profile() == "cpu":
         return [Row("compiler", NONE, "the CPU profile has no JIT kernels")]
     home = layout.cuda_home()

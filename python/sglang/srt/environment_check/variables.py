@@ -1,4 +1,4 @@
-"""Names environment variables whose values break or slow down a server."""
+"""Checks environment variables for values that break or slow down a server."""
 
 from __future__ import annotations
 

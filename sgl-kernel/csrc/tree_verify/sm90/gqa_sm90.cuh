@@ -2,17 +2,19 @@
 //
 // Does the same work as gqa_partial.cuh, which defines packed rows and work items. A warpgroup of consumers owns 64
 // rows. The block's one or two warpgroups share the K and V tiles. Producer warps copy those into a ring of stages,
-// gathering slots with cp.async. The tensor cores read every operand except P from shared memory in the 128-byte
-// swizzle: blocks of 64 columns, each [rows][128 bytes]. Warpgroups, and blocks that share a multiprocessor, overlap
-// one's softmax with another's products. fp8: the consumers convert a tile while the products of the previous one run.
-// Conversion permutes the columns, placing the first halves of all 16-byte vectors before the second halves, so that
-// writes have no bank conflicts. Q is permuted in the same way, and the output is permuted back. Synchronization: each
-// stage has two mbarriers. `full` completes when the copies of the producers' lanes have landed. Each consumer waits
-// for it and then issues the proxy fence between those writes and its products. (In a thread with copies in flight that
-// fence would wait for all of them, which is one reason for separate producers.) `empty` completes when each consumer
-// warp has finished its products of the stage, or with fp8 its conversion. With fp8 there are two converted tiles. The
-// consumers' barrier at the end of a tile guarantees that the next tile is converted and that the products of this one
-// are done.
+// gathering slots with cp.async. Producers and consumers each have a main loop over tiles j. The tensor cores read
+// every operand except P from shared memory in the 128-byte swizzle: blocks of 64 columns, each [rows][128 bytes].
+// Warpgroups, and blocks that share a multiprocessor, overlap one's softmax with another's products. fp8: the consumers
+// convert a tile while the products of the previous one run. Conversion permutes the columns, placing the first halves
+// of all 16-byte vectors before the second halves, so that writes have no bank conflicts. Q is permuted in the same
+// way, and the output is permuted back.
+//
+// Synchronization: each stage has two mbarriers. `full` completes when the copies of the producers' lanes have landed.
+// Each consumer waits for it and then issues the proxy fence between those writes and its products. (In a thread with
+// copies in flight that fence would wait for all of them, which is one reason for separate producers.) `empty`
+// completes when each consumer warp has finished its products of the stage, or with fp8 its conversion. With fp8 there
+// are two converted tiles. The consumers' barrier at the end of a tile guarantees that the next tile is converted and
+// that the products of this one are done.
 #pragma once
 
 #include "common/cp_async.cuh"

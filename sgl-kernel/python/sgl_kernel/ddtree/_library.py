@@ -8,7 +8,7 @@ _FOLDER = Path(__file__).resolve().parent
 
 
 def load() -> None:
-    """Registers the ops under torch.ops.sgl_kernel: always the CPU keys, and the CUDA keys if torch has CUDA.
+    """Register the ops under torch.ops.sgl_kernel: always the CPU keys, and the CUDA keys if torch has CUDA.
 
     Raises:
         ImportError: the CPU library is missing because the package was not built.

@@ -9,12 +9,12 @@ _WORD_BITS = 64  # of an int64 element
 
 
 def ancestor_words(num_nodes: int) -> int:
-    """Returns the number of int64 words that hold one bit for each of `num_nodes` nodes."""
+    """Return the number of int64 words that hold one bit for each of `num_nodes` nodes."""
     return -(-num_nodes // _WORD_BITS)
 
 
 def ancestor_mask(words: torch.Tensor, num_nodes: int) -> torch.Tensor:
-    """Unpacks ancestor words.
+    """Unpack ancestor words.
 
     Args:
         words: [..., W] int64 with W of ancestor_words(num_nodes) or more.
@@ -28,7 +28,7 @@ def ancestor_mask(words: torch.Tensor, num_nodes: int) -> torch.Tensor:
 
 
 def pack_ancestors(mask: torch.Tensor) -> torch.Tensor:
-    """Packs an ancestor mask: the inverse of ancestor_mask().
+    """Pack an ancestor mask: the inverse of ancestor_mask().
 
     Args:
         mask: [..., num_nodes] bool.

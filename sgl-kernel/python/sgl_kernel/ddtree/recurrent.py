@@ -26,7 +26,7 @@ class GatedDelta:
 
 @dataclass(frozen=True)
 class ChannelDelta:
-    """KDA: as GDN, with a decay for each key channel; with a lower bound, g = lower_bound sigmoid(exp(a_log) x)."""
+    """KDA: like GDN, with a decay per key channel. With a lower bound, g = lower_bound sigmoid(exp(a_log) x)."""
 
     a: torch.Tensor  # [bs * N, h_v, d_k]
     b: torch.Tensor  # [bs * N, h_v]
@@ -86,7 +86,7 @@ class RecurrentWorkspace:
         device: torch.device,
         per_channel: bool = False,
     ) -> RecurrentWorkspace:
-        """Allocates for `rows` nodes, bs * N of the largest batch. `per_channel` is for KDA."""
+        """Allocate for `rows` nodes, bs * N of the largest batch. `per_channel` is for KDA."""
         g_shape = (layers, rows, h_v, d_k) if per_channel else (layers, rows, h_v)
         return cls(
             k=torch.empty(layers, rows, h_k, d_k, dtype=dtype, device=device),
@@ -117,11 +117,11 @@ def tree_recurrent_verify(
     """Outputs of one recurrent layer for all nodes of a batch of draft trees.
 
     Every node continues its parent's state and the root continues the request's stored state. Each stored state is read
-    once and none is written. A NaN in a node reaches its descendants only. Value head h reads q and k of head
+    once and none is written. A NaN in a node reaches only its descendants. Value head h reads q and k of head
     h // (h_v / h_k). A request without a slot gets zeros and leaves its part of the workspace as it is.
 
     Args:
-        q, k: [bs * N, h_k, d_k]; any strides with a contiguous last dimension, such as slices of mixed_qkv.
+        q, k: [bs * N, h_k, d_k]. The last dimension is contiguous; other strides are free, as in slices of mixed_qkv.
             CUDA: bfloat16, d_k of 64 or 128, 16-byte aligned heads. CPU: also float16 and float32, any size.
         v: [bs * N, h_v, d_v] of q's dtype. CUDA: d_v a multiple of 16.
         gate: the kind of layer, with its decay inputs.
@@ -129,7 +129,7 @@ def tree_recurrent_verify(
             (linear attention), pass pool.transpose(-1, -2).
         state_indices: [bs] int32 or int64, the requests' slots; negative: none.
         ancestors: [bs * N, words] int64, bit j: node j of the request is an ancestor of the node or the node itself. A
-            padding node has its own bit only. N is at most 64 on CUDA.
+            padding node has only its own bit. N is at most 64 on CUDA.
         workspace: takes what tree_recurrent_commit() needs. Its first bs * N rows are written.
         layer: which layer of the workspace.
         scale: factor of q; None: d_k ** -0.5.
@@ -140,7 +140,7 @@ def tree_recurrent_verify(
         out.
 
     Raises:
-        ValueError: a wrong dtype, shape, device or layout, by argument name.
+        ValueError: an argument has a wrong dtype, shape, device or layout. The message names it.
 
     Source: gated delta rule (arXiv 2412.06464) and its chunked form, with the chain's mask replaced by the tree's.
     """
@@ -183,13 +183,13 @@ def tree_recurrent_commit(
     track_indices: torch.Tensor | None = None,
     track_positions: torch.Tensor | None = None,
 ) -> None:
-    """Applies the accepted path of each request to its states, in place, in all layers, in one launch.
+    """Apply the accepted path of each request to its states, in place, in all layers, in one launch.
 
-    Requests without a slot, and paths of length 0, change nothing. Rounds once, when the state is stored.
+    Requests without a slot, and paths of length 0, change nothing. The state is rounded once, when it is stored.
 
     Args:
         states: [layers, slots, h_v, d_v, d_k], layouts as in tree_recurrent_verify().
-        state_indices: [bs] int32 or int64; no slot twice.
+        state_indices: [bs] int32 or int64; no slot occurs twice.
         path: [bs, F] int64, nodes from the root down (Accepted.path).
         lengths: [bs] int32, nodes to apply (Accepted.lengths).
         workspace: as the layers' verify left it.
@@ -200,7 +200,7 @@ def tree_recurrent_commit(
             the length: none.
 
     Raises:
-        ValueError: a wrong dtype, shape, device or layout, by argument name.
+        ValueError: an argument has a wrong dtype, shape, device or layout. The message names it.
     """
     kept = workspace.first(path.shape[0] * num_nodes)
     _ops.ddtree_recurrent_commit(
@@ -243,7 +243,8 @@ def tree_conv_verify(
         out.
 
     Raises:
-        ValueError: a wrong dtype, shape, device or layout, or another activation, by argument name.
+        ValueError: an argument has a wrong dtype, shape, device or layout, or the activation is unknown. The message
+            names it.
     """
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"activation: expected 'silu', 'swish' or None, got {activation!r}")
@@ -274,7 +275,7 @@ def tree_conv_commit(
     track_indices: torch.Tensor | None = None,
     track_positions: torch.Tensor | None = None,
 ) -> None:
-    """Moves each request's window to the end of its accepted path, in place, in all layers, in one launch.
+    """Move each request's window to the end of its accepted path, in place, in all layers, in one launch.
 
     Args:
         window: [layers, slots, dim, width - 1], as in tree_conv_verify().
@@ -282,7 +283,7 @@ def tree_conv_commit(
         state_indices, path, lengths, num_nodes, track_indices, track_positions: as in tree_recurrent_commit().
 
     Raises:
-        ValueError: a wrong dtype, shape, device or layout, by argument name.
+        ValueError: an argument has a wrong dtype, shape, device or layout. The message names it.
     """
     kept = workspace[:, : path.shape[0] * num_nodes]
     _ops.ddtree_conv_commit(window, state_indices, path, lengths, kept, track_indices, track_positions)

@@ -20,7 +20,7 @@ class _FixedTensors:
     """A dataclass of tensors whose first dimension is the batch. A captured graph can write into them."""
 
     def first(self: _Record, bs: int) -> _Record:
-        """Returns views of the first `bs` requests."""
+        """Return views of the first `bs` requests."""
         return type(self)(**{field.name: getattr(self, field.name)[:bs] for field in fields(self)})
 
 
@@ -44,7 +44,7 @@ class DraftTrees(_FixedTensors):
 
     @classmethod
     def allocate(cls, bs: int, num_nodes: int, device: torch.device | str) -> DraftTrees:
-        """Allocates trees for `bs` requests at width `num_nodes`. Their contents are undefined."""
+        """Allocate trees for `bs` requests at width `num_nodes`. Their contents are undefined."""
 
         def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -73,7 +73,7 @@ class Accepted(_FixedTensors):
 
     @classmethod
     def allocate(cls, bs: int, block_size: int, device: torch.device | str) -> Accepted:
-        """Allocates for `bs` requests and paths of at most `block_size` nodes. The contents are undefined."""
+        """Allocate for `bs` requests and paths of at most `block_size` nodes. The contents are undefined."""
 
         def new(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -91,7 +91,7 @@ class KVBuffers:
 
     @classmethod
     def of(cls, buffers: Sequence[torch.Tensor]) -> KVBuffers:
-        """Describes buffers whose first dimension is the slot.
+        """Describe buffers whose first dimension is the slot.
 
         Args:
             buffers: tensors [slots, ...] of any dtype and shape, all on one device, with contiguous rows. For MHA: K
@@ -127,7 +127,7 @@ def build_trees(
     log_sum: torch.Tensor | None = None,
     keep_top1_path: bool = False,
 ) -> DraftTrees:
-    """Builds the tree of the most probable prefixes for each request.
+    """Build the tree of the most probable prefixes for each request.
 
     A node at depth d has the score log q_1 + ... + log q_d of the tokens on its path (float32, summed from the root
     down). Nodes are ordered by score, highest first. Ties are broken by lower depth, then by lower index of the parent,
@@ -175,7 +175,7 @@ def build_trees(
 
 
 def accept_path(trees: DraftTrees, target: torch.Tensor, out: Accepted) -> Accepted:
-    """Walks each tree from the root along the target's tokens.
+    """Walk each tree from the root along the target's tokens.
 
     Each visited node emits the target's token at that node. If a child holds that token, the walk accepts the child and
     continues there. The last emitted token is the bonus token. If the target's tokens are argmaxes, or one sample per
@@ -204,7 +204,7 @@ def commit_path(
     hidden: torch.Tensor | None = None,
     hidden_out: torch.Tensor | None = None,
 ) -> None:
-    """Moves the KV of the accepted nodes to the front of their request's slots, for all layers in one launch.
+    """Move the KV of the accepted nodes to the front of their request's slots, for all layers in one launch.
 
     Slot slots[r, i] takes the row of slot slots[r, path[r, i]] for i < lengths[r]. Rows already in place are skipped.
     The page size does not matter, because slots are explicit.

@@ -43,7 +43,7 @@ def verify_workspace(
     d_v: int,
     device: torch.device | str,
 ) -> VerifyWorkspace:
-    """Plans the split-KV launches of a model for every batch size, and allocates their workspace.
+    """Plan the split-KV launches of a model for every batch size, and allocate their workspace.
 
     Args:
         max_bs: most requests per launch.
@@ -130,7 +130,7 @@ def verify_gqa(
 
     Raises:
         ValueError: an argument has a wrong dtype, device, shape or stride, or (debug, CPU) a wrong value. The message
-            names the argument, what was expected and what came.
+            names the argument, what was expected and what was given.
 
     Source: tree attention as in SpecInfer (arXiv 2305.09781), split-KV as in Flash-Decoding.
     """
@@ -220,7 +220,7 @@ def verify_mla(
 def _check(
     indices: tuple[torch.Tensor, ...], workspace: VerifyWorkspace, cache: torch.Tensor, debug: bool | None
 ) -> int:
-    """Makes the checks that the ops themselves do not make. Returns the split count of the launch."""
+    """Make the checks that the ops themselves do not make. Return the split count of the launch."""
     bs = indices[0].shape[0] - 1
     if bs > workspace.max_bs:
         raise ValueError(

@@ -20,7 +20,6 @@ import msgspec
 import torch
 from sgl_kernel.ddtree import (
     ancestor_mask,
-    ancestor_words,
     pack_ancestors,
     verify_gqa,
     verify_mla,
@@ -37,6 +36,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.speculative.ddtree.coverage import (
     MLA_SHAPE,
     applies_scales,
+    has_window,
     layer_shape,
     not_covered,
     not_prefilled_by_torch,
@@ -51,14 +51,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TOKENS_PER_COPY_BLOCK = (
+    2048  # slots of a prefix that one thread block copies; upstream gives a request one block
+)
+
+
+def is_causal(layer: RadixAttention) -> bool:
+    """Returns whether a position of a draft block sees only itself and those before it."""
+    return layer.attn_type == AttentionType.DECODER
+
 
 def chain_ancestors(num_nodes: int, causal: bool, device: torch.device | str) -> torch.Tensor:
     """Makes the ancestor words of a block that is no tree.
 
     Args:
         num_nodes: positions of the block.
-        causal: each position sees itself and those before it; else every position sees all.
-        device: of the result.
+        causal: whether a position sees only itself and those before it. Otherwise it sees all positions.
+        device: where the result goes.
 
     Returns:
         [num_nodes, words] int64.
@@ -72,14 +81,17 @@ class TreeVerifyMixin(AttentionBackend):
 
     _verify_mask: Any  # the base backend's
 
-    def _init_tree(self, *, runner: ModelRunner, mode: str, num_nodes: int) -> None:
+    def _init_tree(
+        self, *, runner: ModelRunner, mode: str, num_nodes: int, graph_ancestors: torch.Tensor | None = None
+    ) -> None:
         self.tree_mode = mode
         self.num_nodes = num_nodes
         self.tree_runner = runner
-        # [T, words] int64; static once init_cuda_graph_state has run
+        self.tree_graph_ancestors = graph_ancestors
+        # [T, words] int64 of the forward that runs or is captured; None: a draft block
         self.tree_ancestors: torch.Tensor | None = None
         self.tree_static: dict[str, torch.Tensor] = {}
-        self.tree_blocks: dict[bool, torch.Tensor] = {}  # ancestor words of the draft block, by causality
+        self.tree_blocks: dict[bool, torch.Tensor] = {}  # ancestor words of draft blocks, by causality
         self.tree_workspaces: dict[tuple[int, int, int, int], VerifyWorkspace] = {}
         max_requests = runner.req_to_token_pool.req_to_token.shape[0]
         if mode != "triton":
@@ -105,13 +117,12 @@ class TreeVerifyMixin(AttentionBackend):
         """Returns (kv_indptr, kv_indices) of the requests' prefixes."""
         raise NotImplementedError
 
-    # ---- metadata: outside the graph, before each replay ----
+    # ---- metadata ----
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
-        device, words = self.tree_runner.device, ancestor_words(self.num_nodes)
+        device = self.tree_runner.device
         self.tree_static = dict(
-            ancestors=torch.ones(max_num_tokens, words, dtype=torch.int64, device=device),
             prefix_lens=torch.zeros(max_bs, dtype=torch.int32, device=device),
             qo_indptr=torch.arange(max_bs + 1, dtype=torch.int32, device=device) * self.num_nodes,
         )
@@ -133,20 +144,19 @@ class TreeVerifyMixin(AttentionBackend):
         if not forward_batch.forward_mode.is_target_verify():
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             return
-        spec_info = forward_batch.spec_info
-        masked = self.tree_mode != "native"
-        # An empty mask makes the base backend choose its masked kernel, and writes nothing.
-        spec_info.custom_mask = self._verify_mask.buffer[:0] if masked else None
-        super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        native = self.tree_mode == "native"
+        if native and not in_capture:
+            return  # at a replay the graph reads lengths and slots itself: init_forward_metadata_in_graph()
         bs = forward_batch.req_pool_indices.shape[0]
-        self.tree_ancestors = self.tree_static["ancestors"][: bs * self.num_nodes]
-        ancestors = getattr(spec_info, "ancestors", None)
-        if ancestors is not None:  # there are none at capture
-            self.tree_ancestors[: ancestors.shape[0]].copy_(ancestors)
+        ancestors = self.tree_graph_ancestors
+        self.tree_ancestors = None if ancestors is None else ancestors[:bs].flatten(0, 1)
         self.tree_qo_indptr = self.tree_static["qo_indptr"][: bs + 1]
         self.tree_prefix_lens = self.tree_static["prefix_lens"][:bs]
-        self.tree_prefix_lens.copy_(forward_batch.seq_lens[:bs])
-        if masked:
+        if not native:
+            # An empty mask makes the base backend choose its masked kernel, and writes nothing.
+            forward_batch.spec_info.custom_mask = self._verify_mask.buffer[:0]
+            super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+            self.tree_prefix_lens.copy_(forward_batch.seq_lens[:bs])
             self._write_full_mask(self._verify_mask.buffer, bs)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -224,8 +234,8 @@ class TreeVerifyMixin(AttentionBackend):
 
         Args:
             q: [T, h_q * d_qk].
-            layer: of the target.
-            forward_batch: of a TARGET_VERIFY.
+            layer: a layer of the target.
+            forward_batch: a TARGET_VERIFY batch.
             sinks: [h_q], of gpt-oss.
 
         Returns:
@@ -233,8 +243,7 @@ class TreeVerifyMixin(AttentionBackend):
         """
         shape = layer_shape(layer)
         q = q.view(-1, shape[0], shape[2])
-        causal = layer.attn_type == AttentionType.DECODER
-        ancestors = self.ancestors_of(forward_batch.spec_info.draft_token_num, q.shape[0], causal=causal)
+        ancestors = self.ancestors_of(q.shape[0], causal=is_causal(layer))
         kv_indptr, kv_indices = self._prefix_slots()
         window = layer.sliding_window_size
         common = dict(
@@ -260,11 +269,13 @@ class TreeVerifyMixin(AttentionBackend):
             o = verify_gqa(q, keys, values, sinks=sinks, **scales, **common)
         return o.view(q.shape[0], -1)
 
-    def ancestors_of(self, num_nodes: int, tokens: int, *, causal: bool = True) -> torch.Tensor:
-        """Returns the ancestor words of the trees or, if the verify has none, of each request's draft block.
+    def ancestors_of(self, tokens: int, *, causal: bool = True) -> torch.Tensor:
+        """Returns the ancestor words of the trees or, if the verify has none, of a draft block per request.
+
+        Those of draft blocks are made for all requests at once, so that a graph that was captured for few still
+        finds them.
 
         Args:
-            num_nodes: per request.
             tokens: of the batch.
             causal: of a draft block.
 
@@ -274,8 +285,10 @@ class TreeVerifyMixin(AttentionBackend):
         if self.tree_ancestors is not None:
             return self.tree_ancestors
         if causal not in self.tree_blocks:
-            self.tree_blocks[causal] = chain_ancestors(num_nodes, causal, self.tree_runner.device)
-        return self.tree_blocks[causal].repeat(tokens // num_nodes, 1)
+            block = chain_ancestors(self.num_nodes, causal, self.tree_runner.device)
+            max_requests = self.tree_runner.req_to_token_pool.req_to_token.shape[0]
+            self.tree_blocks[causal] = block.repeat(max_requests, 1)
+        return self.tree_blocks[causal][:tokens]
 
     def _accumulate_difference(
         self, native: torch.Tensor, base: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
@@ -321,15 +334,47 @@ class TritonDraftBackend(PerRequestGraphBuffersMixin, TritonAttnBackend):
 
 
 class TritonTreeVerify(TreeVerifyMixin, PerRequestGraphBuffersMixin, TritonAttnBackend):
-    """Tree verify on upstream's Triton backend, whose metadata has the prefix slots already."""
+    """Tree verify on upstream's Triton backend, whose buffers take the prefix slots.
 
-    def _init_tree(self, *, runner: ModelRunner, mode: str, num_nodes: int) -> None:
-        super()._init_tree(runner=runner, mode=mode, num_nodes=num_nodes)
+    In native mode a captured graph fills them itself, and the host does nothing between two replays.
+    """
+
+    tree_prefix_slots: tuple[torch.Tensor, torch.Tensor]  # kv_indptr and kv_indices
+
+    def _init_tree(self, *, runner: ModelRunner, mode: str, **arguments: Any) -> None:
+        super()._init_tree(runner=runner, mode=mode, **arguments)
         self.graph_prefix = runner.req_to_token_pool.req_to_token.shape[1]
         self.graph_has_mask = mode != "native"
 
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
+        if forward_batch.forward_mode.is_target_verify():
+            self.tree_prefix_slots = self.forward_metadata.kv_indptr, self.forward_metadata.kv_indices
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        if in_capture and forward_batch.forward_mode.is_target_verify():
+            bs = forward_batch.req_pool_indices.shape[0]
+            self.tree_prefix_slots = self.kv_indptr[: bs + 1], self.cuda_graph_kv_indices
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        if self.tree_mode != "native" or not forward_batch.forward_mode.is_target_verify():
+            super().init_forward_metadata_in_graph(forward_batch)
+            return
+        kv_indptr, kv_indices = self.tree_prefix_slots
+        self.tree_prefix_lens.copy_(forward_batch.seq_lens)
+        torch.cumsum(self.tree_prefix_lens, 0, dtype=torch.int32, out=kv_indptr[1:])
+        self.kv_index_translator.pack_read_stream(
+            forward_batch.kv_loc_plan,
+            req_pool_indices=forward_batch.req_pool_indices,
+            seq_lens=forward_batch.seq_lens,
+            indptr=kv_indptr,
+            out=kv_indices,
+            num_token_blocks=-(-self.graph_prefix // TOKENS_PER_COPY_BLOCK),
+        )
+
     def _prefix_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.forward_metadata.kv_indptr, self.forward_metadata.kv_indices
+        return self.tree_prefix_slots
 
 
 class TorchNativeTreeVerify(TreeVerifyMixin, TorchNativeAttnBackend):
@@ -352,18 +397,31 @@ class TorchNativeTreeVerify(TreeVerifyMixin, TorchNativeAttnBackend):
         return self.tree_kv_indptr, self.tree_kv_indices
 
 
-def with_per_request_graph_buffers(backend: AttentionBackend, runner: ModelRunner) -> AttentionBackend:
-    """Wraps the drafter's backend in a TritonDraftBackend if it is upstream's Triton backend.
+def with_block_attention(
+    backend: AttentionBackend, runner: ModelRunner, *, block_size: int
+) -> AttentionBackend:
+    """Wraps the drafter's backend if it is upstream's Triton backend: its block runs on the tree ops.
+
+    A draft block is a tree that hides nothing, or a chain where the drafter is causal. What the tree ops do not
+    cover stays on Triton.
 
     Args:
         backend: of `runner`, after its construction and before graph capture.
         runner: the drafter's.
+        block_size: F, positions of a block.
 
     Returns:
         The backend to use instead.
     """
     if type(backend) is not TritonAttnBackend:
         return backend
+    gaps = not_covered(runner)
+    # The tree ops count a window from a node's depth, which is the same at all positions of such a block.
+    if any(not is_causal(layer) and has_window(layer) for layer in verify_layers(runner.model)):
+        gaps.append("sliding windows in a draft block that is not causal")
+    if not gaps:
+        return with_tree_verify(backend, runner, mode="native", num_nodes=block_size)
+    logger.warning("DDTREE drafts on Triton, because the tree ops do not cover %s.", "; ".join(gaps))
     wrapped = wrap(TritonDraftBackend, backend)
     wrapped.graph_prefix = runner.req_to_token_pool.req_to_token.shape[1]
     return wrapped
@@ -375,6 +433,7 @@ def with_tree_verify(
     *,
     mode: str,
     num_nodes: int,
+    graph_ancestors: torch.Tensor | None = None,
     recurrent: RecurrentStates | None = None,
 ) -> AttentionBackend:
     """Wraps a backend so that it runs TARGET_VERIFY on trees, and everything else as before.
@@ -384,6 +443,8 @@ def with_tree_verify(
         runner: the ModelRunner it belongs to.
         mode: "native", "triton" or "validate".
         num_nodes: N, nodes per request in a verify.
+        graph_ancestors: [max_bs, N, words] int64, where a captured graph finds the ancestor words of its trees.
+            None: the nodes are a draft block.
         recurrent: of a target with recurrent layers.
 
     Returns:
@@ -397,14 +458,12 @@ def with_tree_verify(
             "DDTREE: --prefill-attention-backend: expected a backend that supports "
             f"{' and '.join(wanted)}, such as 'triton' on CUDA, got 'torch_native'."
         )
-    common = dict(mode=mode, num_nodes=num_nodes)
+    common = dict(mode=mode, num_nodes=num_nodes, graph_ancestors=graph_ancestors)
     if type(backend) is HybridLinearAttnBackend and recurrent is not None:
         from sglang.srt.layers.attention.ddtree_linear_backend import with_recurrent_verify
 
         full = with_tree_verify(backend.full_attn_backend, runner, **common)
-        linear = with_recurrent_verify(
-            backend.linear_attn_backend, recurrent, tree_backend(full).ancestors_of
-        )
+        linear = with_recurrent_verify(backend.linear_attn_backend, recurrent, _verifying(full).ancestors_of)
         backend.full_attn_backend, backend.linear_attn_backend = full, linear
         backend.attn_backend_list = [full, linear]  # in this order: `full` knows the trees first
         return backend
@@ -431,27 +490,42 @@ def with_tree_verify(
             f"which SGLang uses {type(backend).__name__}: serve it without DDTREE."
         )
     wrapped = wrap(wrapper, backend)
-    wrapped._init_tree(runner=runner, mode=mode, num_nodes=num_nodes)
+    wrapped._init_tree(runner=runner, mode=mode, num_nodes=num_nodes, graph_ancestors=graph_ancestors)
     return wrapped
-
-
-def tree_backend(backend: AttentionBackend) -> TreeVerifyMixin:
-    """Returns the wrapper inside of what with_tree_verify() returned: the one that attends from nodes."""
-    if isinstance(backend, HybridLinearAttnBackend):
-        backend = backend.full_attn_backend
-    return backend.decode_backend if isinstance(backend, HybridAttnBackend) else backend
 
 
 def difference_table(backend: AttentionBackend) -> torch.Tensor | None:
     """Returns what a validating verify accumulates.
 
     Args:
-        backend: that with_tree_verify() returned.
+        backend: what with_tree_verify() returned.
 
     Returns:
         [layers, request pool] float32, or None in the other modes.
     """
-    return tree_backend(backend).tree_difference
+    return _verifying(backend).tree_difference
+
+
+def prepares_in_graph(backend: AttentionBackend) -> bool:
+    """Returns whether a captured verify or draft block needs nothing from the host before a replay.
+
+    The base backend's kernels do: upstream fills their slots, and their mask is written, outside of the graph. So do
+    recurrent layers, whose slots of states upstream fills there.
+
+    Args:
+        backend: that with_tree_verify() or with_block_attention() returned.
+    """
+    if isinstance(backend, HybridLinearAttnBackend):
+        return False
+    verifying = _verifying(backend)
+    return isinstance(verifying, TritonTreeVerify) and verifying.tree_mode == "native"
+
+
+def _verifying(backend: AttentionBackend) -> Any:
+    """Returns the part of a backend that runs the attention of TARGET_VERIFY."""
+    if isinstance(backend, HybridLinearAttnBackend):
+        backend = backend.full_attn_backend
+    return backend.decode_backend if isinstance(backend, HybridAttnBackend) else backend
 
 
 def create_draft_backend(runner: ModelRunner) -> AttentionBackend:

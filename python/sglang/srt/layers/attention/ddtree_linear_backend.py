@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates
 
-# Ancestor words of a verify, [bs * N, words] int64, from N and bs * N.
-AncestorsOf = Callable[[int, int], torch.Tensor]
+# Ancestor words of a verify, [bs * N, words] int64, from bs * N.
+AncestorsOf = Callable[[int], torch.Tensor]
 
 
 class RecurrentVerifyMixin(MambaAttnBackendBase):
@@ -43,7 +43,7 @@ class RecurrentVerifyMixin(MambaAttnBackendBase):
         num_nodes = forward_batch.spec_info.draft_token_num
         return dict(
             slots=self.forward_metadata.mamba_cache_indices[: tokens // num_nodes],
-            ancestors=self.tree_ancestors_of(num_nodes, tokens),
+            ancestors=self.tree_ancestors_of(tokens),
         )
 
 

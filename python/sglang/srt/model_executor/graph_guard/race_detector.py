@@ -615,7 +615,7 @@ def detect_graph_races(report: RaceReport | None = None, label: str = "") -> Ite
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print a report. Returns the exit status: 0 for no races, 1 for races, 2 for an unreadable report."""
+    """Print a report. Return the exit status: 0 for no races, 1 for races, 2 for an unreadable report."""
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 1:
         print("usage: race_detector REPORT.json", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""DDTREE as the scheduler sees it."""
+"""Tells the scheduler how DDTREE behaves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         return True
 
     def has_draft_kv(self) -> bool:
-        """Returns False: upstream then reserves no page per candidate, as all candidates share one block."""
+        """Return False: upstream then reserves no page per candidate, as all candidates share one block."""
         return False
 
     def need_topk(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a target model needs of attention, and which of it the tree ops and other backends can do."""
+"""What attention a model needs, and what of it the tree ops and other backends cover."""
 
 from __future__ import annotations
 
@@ -34,10 +34,15 @@ def kv_shapes(model: torch.nn.Module) -> list[tuple[int, int, int]]:
     return sorted({layer_shape(layer)[1:] for layer in verify_layers(model)})
 
 
+def has_window(layer: RadixAttention) -> bool:
+    """Returns whether a layer has a sliding window."""
+    return layer.sliding_window_size not in (None, -1)
+
+
 def widest_window(model: torch.nn.Module) -> int | None:
     """Returns the largest sliding window of a model's layers, in tokens before the query, or None."""
-    windows = [layer.sliding_window_size for layer in verify_layers(model)]
-    return max((window for window in windows if window not in (None, -1)), default=None)
+    windowed = [layer.sliding_window_size for layer in verify_layers(model) if has_window(layer)]
+    return max(windowed, default=None)
 
 
 def is_scaled(layer: RadixAttention) -> bool:
@@ -60,10 +65,10 @@ def has_kernel(shape: tuple[int, int, int, int]) -> bool:
 
 
 def not_covered(runner: ModelRunner) -> list[str]:
-    """Names what the tree ops cannot do of a target's attention.
+    """Names what the tree ops cannot do of a model's attention.
 
     Args:
-        runner: the target's.
+        runner: the target's or the drafter's ModelRunner.
 
     Returns:
         One phrase per gap; empty if the tree ops cover the model.
@@ -91,7 +96,7 @@ def not_prefilled_by_torch(runner: ModelRunner) -> list[str]:
     """Names what SGLang's torch backend (0.5.23) cannot prefill. It has no MLA and ignores the rest.
 
     Args:
-        runner: the target's.
+        runner: the target's ModelRunner.
 
     Returns:
         One phrase per gap; empty if the backend prefills the model correctly.

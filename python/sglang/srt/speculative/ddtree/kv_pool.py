@@ -1,4 +1,4 @@
-"""The target's KV pool, as commit_path() needs it."""
+"""Describes the target's KV pool for commit_path()."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def kv_buffers(pool: KVCache) -> KVBuffers:
-    """Describes the buffers of the target's KV pool for commit_path().
+    """Describe the buffers of the target's KV pool for commit_path().
 
     Args:
-        pool: the target's.
+        pool: the target's KV pool.
 
     Returns:
         K and V of every layer, or the latent rows of every layer (MLA).

@@ -1,4 +1,4 @@
-"""What DDTREE reports at /metrics and in the log: acceptance, tree size and the verify difference."""
+"""Reports acceptance, tree size and the verify difference at /metrics and in the log."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class DDTreeMetrics:
     Args:
         num_nodes: N, nodes of a verify tree.
         block_size: F, the most tokens that one step emits.
-        labels: of every metric, such as the model's name.
-        enabled: False counts nothing.
+        labels: labels of every metric, such as the model's name.
+        enabled: whether to count. False makes every method do nothing.
     """
 
     def __init__(self, *, num_nodes: int, block_size: int, labels: dict[str, str], enabled: bool) -> None:
         self.enabled = enabled
         if not enabled:
             return
-        # Here and not above: prometheus_client chooses its storage by a variable that the server sets first.
+        # Not imported at the top: prometheus_client picks its storage by a variable that the server sets first.
         from prometheus_client import Counter, Gauge, Histogram
 
         names = tuple(labels)
@@ -58,7 +58,7 @@ class DDTreeMetrics:
         ).labels(**labels)
 
     def count(self, accepted: list[int]) -> None:
-        """Counts one verify step.
+        """Count one verify step.
 
         Args:
             accepted: nodes accepted for each request, root excluded.
@@ -70,7 +70,7 @@ class DDTreeMetrics:
                     counter.inc()
 
     def show_difference(self, difference: Difference) -> None:
-        """Reports the largest difference so far.
+        """Report the largest difference so far.
 
         Args:
             difference: between native and base verify.
@@ -85,7 +85,7 @@ class Difference:
 
     Args:
         table: [layers, request pool] float32, a backend's tree_difference, on the host.
-        requests: from a row of the request pool to the id of the last request that had this row.
+        requests: for each row of the request pool, the id of the last request that had it.
     """
 
     def __init__(self, table: torch.Tensor, requests: dict[int, str]) -> None:
@@ -114,7 +114,7 @@ class DifferenceReader:
         self.requests: dict[int, str] = {}
 
     def step(self, requests: dict[int, str]) -> Difference | None:
-        """Starts a copy every READ_EVERY steps and reads it in a later step. Call it after each verify.
+        """Start a copy every READ_EVERY steps and read it in a later step. Call it after each verify.
 
         Args:
             requests: request pool row -> request id, of the batch.
@@ -136,5 +136,5 @@ class DifferenceReader:
         return None
 
     def read(self) -> Difference:
-        """Returns the largest difference so far. It waits for the device."""
+        """Return the largest difference so far. It waits for the device."""
         return Difference(self._table.cpu(), self.requests)

@@ -25,13 +25,13 @@ NEUTRAL = {
 
 @dataclass
 class Options:
-    """What the requests of a batch ask for.
+    """The penalties and minimum lengths that a batch's requests ask for.
 
     Attributes:
         columns: [bs, 1] float32 on the device, by the name of the sampling parameter.
         prompt_lens: [bs, 1] int64 on the device.
-        asking: indices of the requests that ask for anything, on the host.
-        frequency, presence, repetition, minimum: whether any request asks for it.
+        asking: indices of the requests that ask for any of these, on the host.
+        frequency, presence, repetition, minimum: whether any request of the batch asks for it.
     """
 
     columns: dict[str, torch.Tensor]
@@ -44,11 +44,11 @@ class Options:
 
     @classmethod
     def of(cls, reqs: list[Req], device: torch.device | str) -> Options | None:
-        """Collects the options of a batch's requests without waiting for the device.
+        """Collect what a batch's requests ask for, without waiting for the device.
 
         Args:
-            reqs: of the batch.
-            device: of the columns.
+            reqs: the batch's requests.
+            device: where the columns go.
 
         Returns:
             The options, or None if no request asks for anything.
@@ -64,7 +64,7 @@ class Options:
         return cls(dict(zip(NEUTRAL, table.unsqueeze(-1))), prompts[:, None], asking, *used)
 
     def of_requests(self, chosen: slice | torch.Tensor) -> Options:
-        """Returns the options of some requests, by a slice or an index. `asking` stays that of the batch."""
+        """Return the options of some requests, by a slice or an index. `asking` stays that of the batch."""
         columns = {name: column[chosen] for name, column in self.columns.items()}
         return replace(self, columns=columns, prompt_lens=self.prompt_lens[chosen])
 
@@ -83,8 +83,9 @@ class OutputPenalties:
 
     Args:
         max_requests: rows of the request pool.
-        vocab_size: of the logits.
-        device: of the counts. They take max_requests * vocab_size * 4 bytes once a request needs them.
+        vocab_size: columns of the logits.
+        device: where the counts are kept. They take max_requests * vocab_size * 4 bytes once a request needs
+            them.
     """
 
     def __init__(self, max_requests: int, vocab_size: int, device: torch.device | str) -> None:
@@ -100,15 +101,15 @@ class OutputPenalties:
         return self._counts
 
     def options(self, reqs: list[Req]) -> Options | None:
-        """Returns what the requests ask for. See Options.of()."""
+        """Return what the requests ask for. See Options.of()."""
         return Options.of(reqs, self._device)
 
     def begin(self, batch: ScheduleBatch) -> Options | None:
-        """Sets the counts before a prefill, and gives the sampler the penalties that follow from them.
+        """Set the counts before a prefill, and give the sampler the penalties that follow from them.
 
         Args:
-            batch: of a prefill, or a mixed one whose running requests keep their counts. Its sampling_info is
-                the copy that upstream makes for each forward.
+            batch: a prefill batch, or a mixed one, whose running requests keep their counts. Its
+                sampling_info is the copy that upstream makes for each forward.
 
         Returns:
             The options, or None. With options, call count() after the forward.
@@ -149,15 +150,15 @@ class OutputPenalties:
         trees: DraftTrees,
         positions: torch.Tensor,
     ) -> None:
-        """Penalizes the target's logits at every node, in place, for the requests that ask for it.
+        """Penalize the target's logits at every node, in place, for the requests that ask for it.
 
         Args:
-            logits: [bs * N, vocabulary].
-            options: of the batch.
-            sampling_info: of the batch.
-            pool_rows: [bs] rows of the request pool.
-            trees: of the batch. The root's token is output already, and counted.
-            positions: [bs * N] int64, of the nodes.
+            logits: [bs * N, vocabulary] of the target, changed in place.
+            options: what the batch's requests ask for.
+            sampling_info: the batch's.
+            pool_rows: [bs] the requests' rows of the request pool.
+            trees: the batch's trees. The root's token has been emitted and counted already.
+            positions: [bs * N] int64, the nodes' positions.
         """
         bs, num_nodes = trees.tokens.shape
         by_node = logits.view(bs, num_nodes, -1)
@@ -192,7 +193,7 @@ class OutputPenalties:
         ancestors: torch.Tensor,
         positions: torch.Tensor,
     ) -> None:
-        """Runs apply() for some requests: by_node is [bs, N, vocabulary], positions is [bs, N, 1]."""
+        """Run apply() for some requests: by_node is [bs, N, vocabulary], positions is [bs, N, 1]."""
         num_nodes = tokens.shape[1]
         columns = {name: column[:, None] for name, column in options.columns.items()}
         if options.frequency or options.presence or options.repetition:
@@ -212,12 +213,12 @@ class OutputPenalties:
     def count(
         self, pool_rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor | None = None
     ) -> None:
-        """Counts the tokens that a step emitted.
+        """Count the tokens that a step emitted.
 
         Args:
-            pool_rows: [bs] rows of the request pool.
-            tokens: [bs, F] int64.
-            lengths: [bs], how many tokens of each request count; None: all.
+            pool_rows: [bs] the requests' rows of the request pool.
+            tokens: [bs, F] int64, the emitted tokens.
+            lengths: [bs], how many tokens of each request to count; None counts all.
         """
         place = torch.arange(tokens.shape[1], device=tokens.device)
         emitted = torch.ones_like(tokens) if lengths is None else place < lengths[:, None]
@@ -234,10 +235,10 @@ class OutputPenalties:
 
     @staticmethod
     def _stops(options: Options, stops: torch.Tensor | None, emitted: torch.Tensor) -> torch.Tensor | None:
-        """Returns what to add to the logits so that outputs shorter than min_new_tokens do not stop.
+        """Return what to add to the logits so that outputs shorter than min_new_tokens do not stop.
 
         Args:
-            options: of the batch.
+            options: what the batch's requests ask for.
             stops: [bs, vocabulary] from upstream's penalizers: -inf at the stop tokens. They count no token
                 of this family, so they never lift it themselves.
             emitted: [bs, 1] or [bs, N, 1], output tokens so far.

@@ -1,4 +1,4 @@
-"""Entry point `sglang.srt.plugins`: registers DDTREE with upstream's registries. It imports nothing heavy."""
+"""Entry point `sglang.srt.plugins`: registers DDTREE with upstream's registries. Its imports are cheap."""
 
 from __future__ import annotations
 

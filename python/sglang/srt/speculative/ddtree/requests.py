@@ -1,4 +1,4 @@
-"""Which requests DDTREE refuses."""
+"""Decides which requests DDTREE refuses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def refuse_request(req: Req) -> str | None:
-    """Says why DDTREE cannot answer a request exactly.
+    """Say why DDTREE cannot answer a request exactly.
 
     Args:
-        req: before it is queued. A refused request loses its custom logit processor.
+        req: a request that is not queued yet. If it is refused, it loses its custom logit processor.
 
     Returns:
         The reason, or None if the request is fine or another algorithm serves it.

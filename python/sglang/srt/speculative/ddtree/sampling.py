@@ -1,4 +1,4 @@
-"""The target's token at every node: what constrains the logits, and how they are sampled."""
+"""Picks the target's token at every node: constrains the logits, then samples them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def constrain(
     grammar_mask: GrammarMask | None,
     num_nodes: int,
 ) -> None:
-    """Applies grammar and logit bias to the target's logits, in place and in upstream's order.
+    """Apply grammar and logit bias to the target's logits, in place and in upstream's order.
 
     If they forbid every token at a node, token 0 stays allowed. That happens when the vocabulary cannot spell
-    what the grammar asks for, or when min_new_tokens reaches past the grammar's end. The grammar then refuses
-    token 0, and upstream ends this one request. Sampling from all -inf would give NaN and stop the server.
+    what the grammar asks for, or when min_new_tokens forbids the end that the grammar requires. The grammar
+    then refuses token 0, and upstream ends this one request. Sampling from all -inf would give NaN and stop the server.
 
     Args:
         logits: [bs * N, vocabulary].
@@ -50,7 +50,7 @@ def constrain(
 def per_node_sampling_info(
     sampling_info: SamplingBatchInfo, num_nodes: int
 ) -> Callable[[slice | torch.Tensor], SamplingBatchInfo]:
-    """Repeats each request's sampling parameters for each of its nodes.
+    """Repeat each request's sampling parameters for each of its nodes.
 
     Args:
         sampling_info: of the batch.
@@ -86,36 +86,39 @@ def target_tokens(
     *,
     sampled: list[int],
     keep_logits: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Picks the target's token at every node: the argmax, or one sample drawn by the server's own sampler.
+    """Pick the target's token at every node: the argmax, or one sample from the server's own sampler.
 
     This is what makes DDTREE lossless. The token at each node is a draw from p(. | path to the node), so the
     tokens of the accepted path are distributed as in plain decoding.
 
     Args:
         logits: [bs * N, vocabulary]. The logits of sampled requests are overwritten.
-        sampling_info: of the batch; may be None if `sampled` is empty.
+        sampling_info: the batch's; may be None if `sampled` is empty.
         sampler: upstream's Sampler. It gets at most LOGITS_PER_CHUNK logits per call, because upstream's
             memory reserve does not include its copies (probabilities, sorted values, indices, cumulative
             sums).
         positions: [bs * N] int64.
         sampled: indices of the requests that are not greedy.
         keep_logits: sample from copies, and overwrite nothing.
+        out: [bs * N] int64 to write into, or None to allocate.
 
     Returns:
         [bs * N] int64.
     """
+    tokens = torch.empty_like(positions) if out is None else out
     if not sampled:
-        return torch.argmax(logits, dim=-1)
+        return torch.argmax(logits, dim=-1, out=tokens)
     assert sampling_info is not None  # upstream makes one for every batch that samples
     bs = len(sampling_info)
     num_nodes = logits.shape[0] // bs
     if len(sampled) == bs:
-        index, tokens = None, torch.empty_like(positions)
+        index = None
     else:
         requests = async_h2d(sampled, dtype=torch.int64, device=logits.device)
         index = (requests[:, None] * num_nodes + torch.arange(num_nodes, device=logits.device)).flatten()
-        tokens = torch.argmax(logits, dim=-1)
+        torch.argmax(logits, dim=-1, out=tokens)
     info_of = per_node_sampling_info(sampling_info, num_nodes)
     chunk = max(1, LOGITS_PER_CHUNK // logits.shape[1])
     for start in range(0, len(sampled) * num_nodes, chunk):

@@ -51,7 +51,7 @@ class Refusal(NamedTuple):
     """An argument for which DDTREE serves only some values.
 
     Attributes:
-        field: of ServerArgs. The flag has the same name.
+        field: the field of ServerArgs. The flag has the same name.
         served: the values that DDTREE serves. None means that the argument is not given.
         reason: why DDTREE does not serve the others.
     """
@@ -113,7 +113,7 @@ def refuse_server_args(args: ServerArgs) -> None:
         args: the server's arguments.
 
     Raises:
-        ValueError: names the argument, what DDTREE supports and what came.
+        ValueError: names the argument, what DDTREE supports and what was given.
     """
     device = _device(args)
     if device not in BASE_BACKENDS:
@@ -156,11 +156,11 @@ def resolve_server_args(args: ServerArgs) -> None:
 
 
 def choose_attention_backends(args: ServerArgs) -> None:
-    """Lets the user's backend prefill, and gives verify and drafter the backends that DDTREE needs.
+    """Keeps the prefill backend of the user or of upstream. Gives verify and drafter what DDTREE needs.
 
     Upstream calls everything but prefill decoding. Under speculation, that is the target's verify. Upstream
-    has already derived what the user's backend needs (page size, graphs). Without a named backend, the base
-    backend prefills too.
+    has already derived what the backend needs (page size, graphs). The base backend prefills if the user named
+    none and DDTREE does not know the one that upstream chose.
 
     Args:
         args: the server's arguments.
@@ -181,23 +181,22 @@ def choose_attention_backends(args: ServerArgs) -> None:
     field = "prefill_attention_backend" if asked["prefill_attention_backend"] else "attention_backend"
     named = asked[field]
     prefill, _ = attention_backends_of(args)  # as upstream has resolved it
-    if named is None and prefill not in UNFIT_BACKENDS:  # an unfit one is all that the model supports
+    # Upstream chooses an unfit one only if the model supports no other. That is refused below.
+    if named is None and prefill not in (*fit, *UNFIT_BACKENDS):
         prefill = base
     for value in (named or prefill, prefill):
         if value not in fit:
             raise ValueError(
                 f"DDTREE: {_flag(field)}: expected one of {list(fit)} on {device}, got {value!r}: "
-                f"{UNFIT_BACKENDS.get(value, 'it is for another device or was never tried')}. Without this "
-                f"argument, {base} prefills."
+                f"{UNFIT_BACKENDS.get(value, 'it is for another device or was never tried')}. Leave the "
+                f"argument out, or name {base}."
             )
     drafter = DRAFT_BACKENDS[device]
     args.attention_backend = args.prefill_attention_backend = prefill
     args.decode_attention_backend = base
     args.speculative_attention_mode = "decode"  # sends the verify to the decoding backend, not to prefill's
     args.speculative_draft_attention_backend = drafter
-    logger.info(
-        "DDTREE: prefill runs on %s, verify wraps %s, the drafter runs on %s.", prefill, base, drafter
-    )
+    logger.info("DDTREE: prefill runs on %s, verify wraps %s, the drafter wraps %s.", prefill, base, drafter)
 
 
 def resolve_widths(args: ServerArgs) -> None:

@@ -1,4 +1,4 @@
-"""Where a request stops when one step emits several tokens."""
+"""Ends a request in the right place when one step emits several tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def stop_at_first(req: Req, emitted: int) -> bool:
-    """Ends a request at the first new token that completes a stop, as plain decoding does.
+    """End a request at the first new token that completes a stop, as plain decoding does.
 
-    Upstream (0.5.23) searches all tokens of a step for one stop after the other: strings, then regular
+    Upstream (0.5.23) tries one stop after the other on all tokens of a step: strings, then regular
     expressions, each in the request's order, and stop tokens last. If a step contains two stops, such as an
     end of turn and a newline after it, the later one can win, and the text between them becomes part of the
     answer.
@@ -23,8 +23,8 @@ def stop_at_first(req: Req, emitted: int) -> bool:
     own encoding has. Plain decoding misses such a stop.
 
     Args:
-        req: after the step, unfinished. Its output_ids end with the new tokens.
-        emitted: number of new tokens.
+        req: an unfinished request after the step. Its output_ids end with the new tokens.
+        emitted: the number of new tokens.
 
     Returns:
         Whether the request ended here. Always False for requests without stop strings and stop expressions,

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import torch
 from sgl_kernel.ddtree import DraftTrees, build_trees
-from sglang.srt.models.dflash import candidate_topk
+from sglang.srt.speculative.ddtree.candidates import top_candidates
 
 
 class TreeBuilder:
     """Takes K candidates at each draft position and builds the most probable tree from them.
 
-    Under tensor parallelism the ranks gather candidates and a logsumexp each, never the vocabulary.
+    Under tensor parallelism the ranks gather their candidates and one logsumexp per position, never the
+    vocabulary.
 
     Args:
-        lm_head: the target's, which the drafter shares.
+        lm_head: the target's LM head, which the drafter shares.
         block_size: F, positions of a draft pass. Position 0 is the bonus token.
         num_nodes: N, nodes of a tree.
         num_candidates: K, candidates per position.
         keep_top1_path: whether a tree always contains the first choice of every depth.
-        max_bs: the most requests of a captured graph.
-        device: of the trees.
+        max_bs: the most requests in a captured graph.
+        device: where the trees go.
     """
 
     def __init__(
@@ -38,40 +39,41 @@ class TreeBuilder:
         self.num_nodes = num_nodes
         self.num_candidates = num_candidates
         self.keep_top1_path = keep_top1_path
+        self.max_bs = max_bs
         self.device = device
-        self.trees = DraftTrees.allocate(max_bs, num_nodes, device)  # a captured graph writes here
+        # Captured graphs write and read here. Zeroed, because a verify graph also runs on the trees of its
+        # padding, which no draft may have built yet.
+        self.trees = DraftTrees.allocate(max_bs, num_nodes, device)
+        for tensor in (self.trees.tokens, self.trees.parents, self.trees.depths, self.trees.ancestors):
+            tensor.zero_()
 
     def __call__(self, hidden_states: torch.Tensor, input_ids: torch.Tensor) -> None:
-        """Builds into self.trees. This is the hook at the end of the captured draft graph.
+        """Build into self.trees. This is the hook at the end of the captured draft graph.
 
         Args:
-            hidden_states: [bs * F, hidden] of the drafter.
-            input_ids: [bs * F] int64; every F-th is a bonus token.
+            hidden_states: [bs * F, hidden], the drafter's.
+            input_ids: [bs * F] int64. The first of every F tokens is a bonus token.
         """
         bs = input_ids.shape[0] // self.block_size
         self.build(hidden_states, input_ids, self.trees.first(bs))
 
     def build(self, hidden_states: torch.Tensor, input_ids: torch.Tensor, trees: DraftTrees) -> None:
-        """Builds the trees of a batch.
+        """Build the trees of a batch.
 
         Args:
-            hidden_states: [bs * F, hidden] of the drafter.
-            input_ids: [bs * F] int64; every F-th is a bonus token.
-            trees: for bs requests, to write into.
+            hidden_states: [bs * F, hidden], the drafter's.
+            input_ids: [bs * F] int64. The first of every F tokens is a bonus token.
+            trees: bs trees to write into.
         """
         bs, max_depth = trees.tokens.shape[0], self.block_size - 1
         hidden = hidden_states.view(bs, self.block_size, -1)[:, 1:].reshape(bs * max_depth, -1)
-        # With one candidate per position the tree is a chain whatever the scores are. Upstream's fused kernel
-        # wants at least two: on an H200 it returned ids outside the vocabulary for one.
-        tokens, logits, log_sum = candidate_topk(
-            hidden, self.lm_head, self.num_candidates, with_partition=self.num_candidates > 1
-        )
+        tokens, logits, log_sum = top_candidates(hidden, self.lm_head, self.num_candidates)
         shape = (bs, max_depth, self.num_candidates)
         build_trees(
             tokens.view(shape),
-            logits.float().view(shape),
+            logits.view(shape),
             input_ids.view(bs, -1)[:, 0].contiguous(),
             trees,
-            log_sum=None if log_sum is None else log_sum.float().view(shape[:2]),
+            log_sum=log_sum.view(shape[:2]),
             keep_top1_path=self.keep_top1_path,
         )

@@ -4,77 +4,44 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sgl_kernel.ddtree import Accepted, DraftTrees, KVBuffers, accept_path, commit_path
+from sgl_kernel.ddtree import Accepted, KVBuffers, commit_path
 from sglang.srt.layers.attention.ddtree_backend import (
     difference_table,
-    with_per_request_graph_buffers,
+    with_block_attention,
     with_tree_verify,
 )
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-    enable_num_token_non_padded,
-)
+from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
 from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_serving, get_spec
 from sglang.srt.speculative.ddtree.coverage import kv_shapes, widest_window
+from sglang.srt.speculative.ddtree.forward_step import ForwardStep
 from sglang.srt.speculative.ddtree.kv_pool import kv_buffers
 from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader
 from sglang.srt.speculative.ddtree.penalties import OutputPenalties
 from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates, recurrent_gaps
 from sglang.srt.speculative.ddtree.sampling import constrain, target_tokens
+from sglang.srt.speculative.ddtree.step_graphs import StepGraphs
 from sglang.srt.speculative.ddtree.tree_builder import TreeBuilder
-from sglang.srt.speculative.ddtree.verify_input import DDTreeVerifyInput
-from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask, draft_tp_context
+from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarMask
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Step:
-    """A decode step's batch, and where it may write.
-
-    Attributes:
-        batch: of the step.
-        draft_input: what the previous step left for this one.
-        prefix_lens: [bs] int64, committed tokens of each request. The previous step wrote it, maybe on
-            another stream.
-        window: [bs, N] int64, positions of the slots that this step may write.
-        slots: [bs, N] int64, those slots. Before the commit, node j's KV is in slot j.
-        plan: upstream's translation of the slots.
-    """
-
-    batch: ScheduleBatch
-    draft_input: DFlashDraftInputV2
-    prefix_lens: torch.Tensor
-    window: torch.Tensor
-    slots: torch.Tensor
-    plan: KVLocPlan
-
-    def host_bound(self, width: int) -> torch.Tensor:
-        """Returns [bs] on the host: at least prefix + width of each request. Backends size buffers by it."""
-        if self.batch.seq_lens_cpu is not None:
-            return self.batch.seq_lens_cpu + width
-        return self.draft_input.nxt_kv_lens_cpu
+WARM_UP_TOKENS = (1, 16, 17)  # Triton compiles apart for 1, for multiples of 16, and for the rest
 
 
 class DDTreeWorker(DFlashWorkerV2):
@@ -110,7 +77,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self.speculative_num_draft_tokens = self.num_nodes
         self._kv: KVBuffers | None = None
         self._on_cpu = torch.device(self.device).type == "cpu"
-        self._window_offsets = torch.arange(self.num_nodes, device=self.device)
+        self.window_offsets = torch.arange(self.num_nodes, device=self.device)
         # With a method of this name, the drafter embeds its ids itself, inside the captured graph. Passing
         # embeddings costs a copy, and upstream's eager runner casts them to bfloat16 whatever the model's
         # dtype is.
@@ -181,19 +148,30 @@ class DDTreeWorker(DFlashWorkerV2):
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
         kv_buffers(self.model_runner.token_to_kv_pool)  # refuses other pools now, not at the first step
-        self.draft_model_runner.attn_backend = with_per_request_graph_buffers(
-            self.draft_model_runner.attn_backend, self.draft_model_runner
-        )
+        self.builder = self._make_builder()
         self.model_runner.attn_backend = with_tree_verify(
             self.model_runner.attn_backend,
             self.model_runner,
             mode=get_spec().speculative_ddtree_verify,
             num_nodes=self.num_nodes,
             recurrent=self.recurrent,
+            graph_ancestors=self.builder.trees.ancestors,
         )
         if self.recurrent is not None:
             self.recurrent.log_memory()
-        self.builder = self._make_builder()
+        self.draft_model_runner.attn_backend = with_block_attention(
+            self.draft_model_runner.attn_backend, self.draft_model_runner, block_size=self.block_size
+        )
+        self.step_graphs = None
+        if not self._on_cpu:
+            self.step_graphs = StepGraphs(
+                draft_runner=self.draft_model_runner,
+                target_runner=self.model_runner,
+                trees=self.builder.trees,
+                mask_token_id=self.mask_token_id,
+                block_size=self.block_size,
+                commit=self.commit,
+            )
         self.penalties = OutputPenalties(
             max_requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
             vocab_size=self.model_runner.model_config.vocab_size,
@@ -224,6 +202,68 @@ class DDTreeWorker(DFlashWorkerV2):
             max_bs=0 if self._on_cpu else max(get_exec().graph.cuda_graph_config.decode.bs or [0]),
             device=self.device,
         )
+
+    def init_cuda_graphs(self) -> None:
+        super().init_cuda_graphs()
+        if self._on_cpu:
+            return
+        self._warm_up()
+        assert self.step_graphs is not None
+        self.step_graphs.capture_commits()
+        if self._fused_kv_helper is not None:
+            # The graphs write to its buffers, which it replaces when a prefill needs larger ones.
+            self._captured_buffers = [
+                value for value in vars(self._fused_kv_helper).values() if isinstance(value, torch.Tensor)
+            ]
+
+    def _warm_up(self) -> None:
+        """Runs the Triton kernels that no graph holds and no plain server has: a request would wait for the compiler.
+
+        Upstream's kernels of a prefill are left to the request that a server sends itself before it is ready.
+        """
+        self._warm_up_draft_kv()
+        self._warm_up_reservations()
+
+    def _warm_up_reservations(self) -> None:
+        """Reserves no slots for batches of made-up requests. Triton compiles apart for each power of two.
+
+        The reserved slots are a part of the list of free slots, so they need not start at a multiple of 16 bytes,
+        and Triton compiles apart for that too.
+        """
+        table = self.model_runner.req_to_token_pool.req_to_token
+        for bits in range((self.model_runner.max_running_requests - 1).bit_length() + 1):
+            rows = torch.zeros(1 << bits, dtype=torch.int64, device=self.device)
+            lens = torch.zeros(1 << bits, dtype=torch.int32, device=self.device)
+            for slots in (rows.new_zeros(2), rows.new_zeros(2)[1:]):
+                assign_req_to_token_pool_func(rows, table, lens, lens, slots, len(rows))
+
+    def _warm_up_draft_kv(self) -> None:
+        """Writes the drafter's KV of made-up prefills to the padding's slot."""
+        fc = self.draft_model.fc
+        width = fc.input_size if hasattr(fc, "input_size") else fc.in_features
+        for tokens in WARM_UP_TOKENS:
+            zeros = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+            hidden = torch.zeros(tokens, width, dtype=self.model_runner.dtype, device=self.device)
+            self._append_target_hidden_to_draft_kv_by_loc(
+                target_hidden=hidden, cache_loc=zeros, positions=zeros
+            )
+
+    # ---- what a ForwardStep asks for ----
+
+    @property
+    def mask_token_id(self) -> int:
+        """The token at all positions of a draft block but the first."""
+        return self._mask_token_id
+
+    @property
+    def draft_block_spec_info(self) -> Any:
+        """Upstream's description of a draft block, for a forward of it."""
+        return self._draft_block_spec_info
+
+    @property
+    def builds_in_graph(self) -> bool:
+        """Whether the drafter's graphs build the trees."""
+        return self._draft_sampler is not None
 
     def _maybe_build_draft_sampler(self) -> TreeBuilder:
         return self.builder
@@ -257,152 +297,22 @@ class DDTreeWorker(DFlashWorkerV2):
         on_publish: Callable[[torch.Tensor], None] | None,
         grammar_barrier: Any,
     ) -> GenerationBatchResult:
+        if not self._on_cpu:
+            # The previous step may have made it on another stream.
+            batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         step = self._begin(batch)
-        trees = self._draft(step)
+        trees = step.draft()
         grammar_tree = None
         if batch.has_grammar:  # the copy to the host overlaps the verify forward
             grammar_tree = GrammarTree.from_device(
                 trees.first_child.long(), trees.next_sibling.long(), trees.tokens
             )
-        positions = (step.prefix_lens[:, None] + trees.depths).flatten()
-        output = self._verify(step, trees, positions)
-        logits_output = output.logits_output
-        target, accepted = self._accept(
-            step, trees, positions, logits_output.next_token_logits, grammar_tree, grammar_barrier
-        )
-        new_seq_lens = step.prefix_lens + accepted.lengths
-        if on_publish is not None:
-            on_publish(new_seq_lens)
-        if batch.return_logprob:
-            roots = torch.arange(0, target.numel(), self.num_nodes, device=self.device)
-            compute_spec_logprobs(batch, logits_output, target, accept_index=accepted.path + roots[:, None])
-        self._commit(step, logits_output.hidden_states, accepted)
-        logits_output.hidden_states = None  # nothing on the host reads them
-        self._report_difference(batch)
-        return GenerationBatchResult(
-            logits_output=logits_output,
-            next_token_ids=accepted.tokens.flatten(),
-            accept_lens=accepted.lengths,
-            can_run_cuda_graph=output.can_run_cuda_graph,
-            next_draft_input=self._make_next_draft_input_decode(
-                bonus_tokens=accepted.bonus, new_seq_lens=new_seq_lens
-            ),
-            speculative_num_draft_tokens=self.num_nodes,
-            speculative_output_stride=self.block_size,
-            new_seq_lens=new_seq_lens,
-            routed_experts_output=output.routed_experts_output,
-            indexer_topk_output=output.indexer_topk_output,
-        )
-
-    def _begin(self, batch: ScheduleBatch) -> Step:
-        """Finds the slots that a decode step may write."""
-        draft_input: DFlashDraftInputV2 = batch.spec_info
-        prefix_lens = batch.seq_lens
-        if not self._on_cpu:
-            # The previous step may have made it on another stream.
-            prefix_lens.record_stream(torch.get_device_module(self.device).current_stream())
-        window = prefix_lens[:, None] + self._window_offsets
-        table = self.model_runner.req_to_token_pool.req_to_token
-        slots = table[batch.req_pool_indices[:, None], window].to(torch.int64)
-        host_lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else draft_input.nxt_kv_lens_cpu
-        plan = self.model_runner.kv_index_translator.plan(
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=prefix_lens,
-            seq_lens_cpu=host_lens,
-            write_virtual=slots.flatten(),
-            read_extent=self.num_nodes,
-        )
-        return Step(batch, draft_input, prefix_lens, window, slots, plan)
-
-    def _draft(self, step: Step) -> DraftTrees:
-        """Runs the drafter once over [bonus, mask, ...], and builds trees from its candidates."""
-        batch, bs, width = step.batch, len(step.prefix_lens), self.block_size
-        ids = torch.full((bs, width), self._mask_token_id, dtype=torch.int64, device=self.device)
-        ids[:, 0] = step.draft_input.bonus_tokens
-        seq_lens_cpu = step.host_bound(width)
-        forward_batch = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=bs,
-            input_ids=ids.flatten(),
-            positions=step.window[:, :width].flatten(),
-            req_pool_indices=batch.req_pool_indices,
-            out_cache_loc=None,  # bound below
-            seq_lens=batch.seq_lens,
-            seq_lens_cpu=seq_lens_cpu,
-            seq_lens_sum=int(seq_lens_cpu.sum()),
-            spec_info=self._draft_block_spec_info,
-            spec_algorithm=self.draft_model_runner.spec_algorithm,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
-            global_num_token_non_padded_cpu=bs * width,
-            num_token_non_padded=(
-                torch.full((), bs * width, dtype=torch.int32, device=self.device)
-                if enable_num_token_non_padded()
-                else None
-            ),
-        )
-        step.plan.bind(forward_batch, self.draft_model_runner.kv_index_translator, cols=slice(0, width))
-        with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
-            output = self.draft_model_runner.forward(forward_batch)
-            if self._draft_sampler is not None and output.can_run_graph:
-                return self.builder.trees.first(bs)  # the graph has built them
-            trees = DraftTrees.allocate(bs, self.num_nodes, self.device)
-            self.builder.build(output.logits_output.hidden_states, ids.flatten(), trees)
-            return trees
-
-    def _verify(self, step: Step, trees: DraftTrees, positions: torch.Tensor) -> GenerationBatchResult:
-        """Runs the target over all nodes of all trees.
-
-        Args:
-            step: of the batch.
-            trees: of bs requests.
-            positions: [bs * N] int64, of the nodes.
-
-        Returns:
-            Logits [bs * N, vocabulary] and hidden states [bs * N, hidden]; a padded graph gives more rows.
-        """
-        batch, num_nodes = step.batch, self.num_nodes
-        verify_input = DDTreeVerifyInput(
-            draft_token=trees.tokens.flatten(),
-            positions=positions,
-            draft_token_num=num_nodes,
-            ancestors=trees.ancestors.flatten(0, 1),
-            kv_loc_plan=step.plan,
-        )
-        batch.out_cache_loc = step.slots.flatten()
-        committed = batch.seq_lens_cpu, batch.seq_lens_sum
-        batch.seq_lens_cpu = step.host_bound(num_nodes)
-        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
-        batch.seq_lens_cpu, batch.seq_lens_sum = committed
-        return self.target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-        )
-
-    def _accept(
-        self,
-        step: Step,
-        trees: DraftTrees,
-        positions: torch.Tensor,
-        logits: torch.Tensor,
-        grammar_tree: GrammarTree | None,
-        grammar_barrier: Any,
-    ) -> tuple[torch.Tensor, Accepted]:
-        """Picks the target's token at each node, and follows the drafted tokens that equal it.
-
-        Args:
-            step, trees, positions: as in _verify().
-            logits: [bs * N, vocabulary] of the target. Penalties and masks are applied in place.
-            grammar_tree, grammar_barrier: as in _grammar_mask().
-
-        Returns:
-            The target's tokens, [bs * N] int64, and what each request emits.
-        """
-        batch, info, pool_rows = step.batch, step.batch.sampling_info, step.batch.req_pool_indices
+        output, positions = step.verify()
+        logits, info = output.next_token_logits, batch.sampling_info
         grammar_mask = self._grammar_mask(batch, grammar_tree, grammar_barrier)
         penalized = self.penalties.options(batch.reqs)
         if penalized is not None:
-            self.penalties.apply(logits, penalized, info, pool_rows, trees, positions)
+            self.penalties.apply(logits, penalized, info, batch.req_pool_indices, trees, positions)
         constrain(logits, info, grammar_mask, self.num_nodes)
         target = target_tokens(
             logits,
@@ -411,14 +321,36 @@ class DDTreeWorker(DFlashWorkerV2):
             positions,
             sampled=[i for i, req in enumerate(batch.reqs) if req.sampling_params.top_k != 1],
             keep_logits=batch.return_logprob,
+            out=step.target_out,
         )
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target)
-        bs = len(step.prefix_lens)
-        accepted = Accepted.allocate(bs, self.block_size, self.device)
-        accept_path(trees, target.view(bs, self.num_nodes), accepted)
+        accepted, new_seq_lens = step.accept(target)
+        if on_publish is not None:
+            on_publish(new_seq_lens)
         if penalized is not None:
-            self.penalties.count(pool_rows, accepted.tokens, accepted.lengths)
-        return target, accepted
+            self.penalties.count(batch.req_pool_indices, accepted.tokens, accepted.lengths)
+        if batch.return_logprob:
+            roots = torch.arange(0, target.numel(), self.num_nodes, device=self.device)
+            compute_spec_logprobs(batch, output, target, accept_index=accepted.path + roots[:, None])
+        self._report_difference(batch)
+        return GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=accepted.tokens.flatten(),
+            accept_lens=accepted.lengths,
+            can_run_cuda_graph=step.can_run_cuda_graph,
+            next_draft_input=self._make_next_draft_input_decode(
+                bonus_tokens=accepted.bonus, new_seq_lens=new_seq_lens
+            ),
+            speculative_num_draft_tokens=self.num_nodes,
+            speculative_output_stride=self.block_size,
+            new_seq_lens=new_seq_lens,
+        )
+
+    def _begin(self, batch: ScheduleBatch) -> StepGraphs | ForwardStep:
+        """Returns what can run a step of this batch."""
+        if self.step_graphs is not None and self.step_graphs.can_run(len(batch.seq_lens)):
+            return self.step_graphs.begin(batch)
+        return ForwardStep(self, batch)
 
     def _grammar_mask(
         self, batch: ScheduleBatch, tree: GrammarTree | None, barrier: Any
@@ -443,31 +375,30 @@ class DDTreeWorker(DFlashWorkerV2):
             barrier=barrier,
         )
 
-    def _commit(self, step: Step, hidden: torch.Tensor, accepted: Accepted) -> None:
+    def commit(
+        self, hidden: torch.Tensor, accepted: Accepted, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
         """Moves the accepted KV to the front of the window, and gives the drafter the path's hidden states.
 
-        The target's recurrent layers, if any, move on to the end of the path.
+        A graph captures this.
 
         Args:
-            step: of the batch.
             hidden: [bs * N or more, hidden] of the target.
             accepted: of bs requests.
+            positions: [bs, F] int64, the first of the window.
+            slots: [bs, N] int64 of the window. The drafter's pool has the same slots.
         """
-        bs, width = accepted.path.shape
-        if self._kv is None:  # not earlier: graph capture may resize the pool
+        bs, width = positions.shape
+        if self._kv is None:
             self._kv = kv_buffers(self.model_runner.token_to_kv_pool)
         path_hidden = hidden.new_empty(bs, width, hidden.shape[-1])
-        commit_path(
-            accepted.path, accepted.lengths, step.slots, self._kv, hidden[: step.slots.numel()], path_hidden
-        )
-        if self.recurrent is not None:
-            self.recurrent.commit(step.batch, step.prefix_lens, accepted)
-        cache_loc = self._draft_write_ids(step.plan).view(bs, -1)[:, :width].contiguous()
+        commit_path(accepted.path, accepted.lengths, slots, self._kv, hidden[: slots.numel()], path_hidden)
+        cache_loc = slots[:, :width].contiguous()
         self._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=path_hidden.flatten(0, 1),
             cache_loc=cache_loc.flatten(),
             cache_loc_2d=cache_loc,
-            positions=step.window[:, :width].flatten(),
+            positions=positions.flatten(),
             commit_lens=accepted.lengths,
         )
 

@@ -1,0 +1,309 @@
+"""Measures host and device time of a decode step by stage: plain decoding, DFLASH and DDTREE in one run.
+
+It runs engines (support.engine) with graphs and overlap scheduling, without HTTP and tokenizer. All engines start
+together; then one is measured at a time while the others are idle. A first pass times the stages on the host. A second
+pass, under torch's profiler, counts launches and gives the device time of each stage. The profiler slows the host down,
+so no host time is taken from it.
+
+    PYTHONPATH=test python -m benchmark.ddtree.host_step --model DIR --drafter DIR
+    PYTHONPATH=test python -m benchmark.ddtree.host_step --shape 8b --contexts 4096 --topic 8b-step
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import datetime
+import json
+import multiprocessing
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.engine import Engine
+from support.processes import EngineProcess
+
+from benchmark.ddtree.bench_shape import BLOCK_SIZE, SHAPES, randomize, write_configs
+from benchmark.ddtree.record import origin, save
+from benchmark.ddtree.stages import WAIT, Stages, read_trace, watch
+
+FOLDER = Path(__file__).parent
+SKIPPED_STEPS = 8  # they compile what is compiled at the first use
+PROFILED_STEPS = 24
+START_SECONDS = 300
+
+
+def decode(engine: Engine, prompts: list[list[int]], tokens: int) -> int:
+    """Answers the prompts greedily with `tokens` tokens each; returns the verify steps of all answers, or 0."""
+    requests = engine.generate(prompts, temperature=0, max_new_tokens=tokens, ignore_eos=True)
+    return sum(request.spec_verify_ct for request in requests)
+
+
+def time_stages(engine: Engine, stages: Stages, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Times the stages of the steps in which all prompts are answered at once.
+
+    Args:
+        engine: a watched engine that has the prompts' KV in its cache.
+        stages: what `watch` made.
+        prompts: token ids.
+        tokens: of an answer.
+
+    Returns:
+        Per step: its time, the host's own time and wait, all in microseconds; time and calls by stage.
+    """
+    stages.begin(len(prompts), SKIPPED_STEPS)
+    verify_steps = decode(engine, prompts, tokens)
+    steps = max(1, stages.steps)
+    host_us = {stage: 1e6 * seconds / steps for stage, seconds in stages.self_seconds.items()}
+    waited_us = host_us.pop(WAIT, 0.0)
+    step_us = 1e6 * stages.seconds / steps
+    emitted = (tokens - 1) * len(prompts)  # the first token of an answer is prefill's
+    return dict(
+        steps=stages.steps,
+        step_us=step_us,
+        host_busy_us=step_us - waited_us,
+        waited_us=waited_us,
+        tokens_per_step=emitted / (verify_steps or emitted),
+        host_us=host_us,
+        calls={stage: count / steps for stage, count in stages.calls.items()},
+    )
+
+
+def profile(engine: Engine, stages: Stages, prompts: list[list[int]]) -> dict[str, Any]:
+    """Returns read_trace() of a short answer to the prompts. Arguments as for time_stages()."""
+    cuda = engine.args.device == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU] + cuda * [torch.profiler.ProfilerActivity.CUDA]
+    stages.begin(len(prompts))
+    stages.profiling = True
+    with torch.profiler.profile(activities=activities) as profiler:
+        decode(engine, prompts, SKIPPED_STEPS + PROFILED_STEPS)
+        if cuda:
+            torch.cuda.synchronize()
+    stages.profiling = False
+    stages.begin(0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(path, SKIPPED_STEPS // 2)
+
+
+class Measurement:
+    """Measures one engine. It is the job of an EngineProcess."""
+
+    def before(self) -> None:
+        """Skips DFLASH's rehearsal of sampling, for which FlashInfer compiles for two minutes. All answers are greedy."""
+        from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+        DFlashWorkerV2.prewarm_sampling = lambda worker: worker.model_runner.prewarm_sampling()
+
+    def __call__(
+        self,
+        engine: Engine,
+        ready: Any,
+        turn: Any,
+        batches: dict[str, list[list[int]]],
+        options: argparse.Namespace,
+    ) -> list[dict[str, Any]]:
+        """Measures each batch.
+
+        Args:
+            engine: to measure.
+            ready: barrier. Measuring begins when all engines have started.
+            turn: lock. One engine is measured at a time.
+            batches: prompts of each batch, by its name.
+            options: the command's.
+
+        Returns:
+            A row per batch.
+        """
+        if options.shape:
+            randomize(engine)
+        stages = Stages()
+        watch(engine.scheduler, stages)
+        try:
+            ready.wait(START_SECONDS)
+        except threading.BrokenBarrierError:
+            pass  # another engine did not start
+        rows = []
+        with turn:
+            for name, prompts in batches.items():
+                decode(engine, prompts, 2 * SKIPPED_STEPS)  # fills the radix cache with the prompts
+                row = dict(batch=name) | time_stages(engine, stages, prompts, options.tokens)
+                if not options.no_profile:
+                    row["profile"] = profile(engine, stages, prompts)
+                rows.append(row)
+        return rows
+
+
+def show(case: str, row: dict[str, Any], kernels: int) -> None:
+    """Prints a row: its stages, longest host time first, and the longest kernels."""
+    print(
+        f"\n== {case}, {row['batch']}: {row['step_us']:.0f} us per step, host busy {row['host_busy_us']:.0f}, waited for "
+        f"the device {row['waited_us']:.0f}; {row['tokens_per_step']:.2f} tokens per step, {row['steps']} steps"
+    )
+    found = row.get("profile", dict(launches={}, stage_device_us={}, kernels=[]))
+    if "device_us" in found:
+        print(
+            f"   device busy {found['device_us']:.0f} us, idle {found['idle_us']:.0f} us, under the profiler"
+        )
+    stages = dict.fromkeys([*row["host_us"], *found["launches"]])
+    for stage in sorted(stages, key=lambda stage: -row["host_us"].get(stage, 0.0)):
+        launches = sum(found["launches"].get(stage, {}).values())
+        print(
+            f"   host {row['host_us'].get(stage, 0.0):7.1f} us in {row['calls'].get(stage, 0.0):4.1f} calls, "
+            f"{launches:5.1f} launches, device {found['stage_device_us'].get(stage, 0.0):8.1f} us: {stage}"
+        )
+    for kernel in found["kernels"][:kernels]:
+        print(f"      {kernel['us']:8.1f} us  {kernel['count']:6.1f} x  [{kernel['stage']}] {kernel['name']}")
+    sys.stdout.flush()
+
+
+def show_all(rows: list[dict[str, Any]]) -> None:
+    """Prints a line per row: times of a step in microseconds, and tokens per step."""
+    width = max([len(row["case"]) for row in rows], default=0)
+    print(f"\n{'case':{width}}  step us  host us  device us  tokens/step  batch")
+    for row in rows:
+        device_us = row.get("profile", {}).get("device_us", float("nan"))
+        print(
+            f"{row['case']:{width}} {row['step_us']:8.0f} {row['host_busy_us']:8.0f} {device_us:10.0f} "
+            f"{row['tokens_per_step']:12.2f}  {row['batch']}"
+        )
+
+
+def engine_arguments(
+    case: str, plain: dict[str, Any], drafted: dict[str, Any], backend: str | None
+) -> dict[str, Any]:
+    """Returns the arguments of a case's engine.
+
+    Args:
+        case: none, DFLASH or DDTREE, and any number of :N and :FIELD=VALUE, as in DDTREE:16:attention_backend=triton.
+        plain: of every case.
+        drafted: of the cases with a drafter.
+        backend: attention_backend of plain decoding and DFLASH. DDTREE chooses its own.
+    """
+    algorithm, *options = case.split(":")
+    arguments = dict(plain)
+    if algorithm != "none":
+        arguments |= drafted | dict(speculative_algorithm=algorithm)
+    if algorithm != "DDTREE" and backend is not None:
+        arguments["attention_backend"] = backend
+    for option in options:
+        field, equals, value = option.partition("=")
+        if not equals:
+            field, value = "speculative_num_draft_tokens", option
+        try:
+            arguments[field] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            arguments[field] = value
+    return arguments
+
+
+def batches_of(options: argparse.Namespace) -> dict[str, list[list[int]]]:
+    """Returns the prompts of each batch by its name: given ones for a model, made-up ones for a shape."""
+    if not options.shape:
+        given = json.loads(options.prompts.read_text())
+        return {f"batch {size}": [given[i % len(given)] for i in range(size)] for size in options.batches}
+    vocabulary = SHAPES[options.shape]["vocabulary"]
+    return {
+        f"batch {size}, context {context}": [
+            [3 + (17 * i + 31 * j) % (vocabulary - 3) for j in range(context)] for i in range(size)
+        ]
+        for context in options.contexts
+        for size in options.batches
+    }
+
+
+def results_path(topic: str, result: dict[str, Any]) -> Path:
+    """Returns results/<gpu or cpu>-<date>-<commit7>-<topic>.json."""
+    gpu = result["gpu"].removeprefix("NVIDIA ").split()[0].lower() if "gpu" in result else "cpu"
+    today = datetime.date.today().isoformat()
+    return FOLDER / "results" / f"{gpu}-{today}-{result['commit'][:7]}-{topic}.json"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="folder of the target")
+    parser.add_argument("--drafter", help="folder of the drafter")
+    parser.add_argument(
+        "--prompts", type=Path, default=FOLDER / "prompts.json", help="JSON with token ids, for --model"
+    )
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead of --model")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[4096], help="tokens per prompt, for --shape"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", default=["none", "DFLASH", "DDTREE:12", "DDTREE:32"],
+        help="ALGORITHM[:N][:FIELD=VALUE]...; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend", help="attention backend of plain decoding and DFLASH; default: upstream's"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1])
+    parser.add_argument("--tokens", type=int, default=160, help="tokens per answer")
+    parser.add_argument("--at-once", type=int, default=4, help="engines that start at a time")
+    parser.add_argument("--kernels", type=int, default=12, help="the longest kernels to print")
+    parser.add_argument("--no-profile", action="store_true", help="only time the host")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", help="commit of this repository; default: ask git")
+    parser.add_argument("--topic", default="host-step", help="in the name of the results file")
+    parser.add_argument("--output", type=Path, help="default: results/<gpu>-<date>-<commit7>-<topic>.json")
+    options = parser.parse_args()
+    if (options.shape is None) == (options.model is None or options.drafter is None):
+        parser.error("--shape: expected either it or both --model and --drafter, got neither or all of them")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    cuda = options.device == "cuda"
+    folder = tempfile.TemporaryDirectory()
+    drafted = dict(model_path=options.model, speculative_draft_model_path=options.drafter)
+    if options.shape:
+        drafted = write_configs(Path(folder.name), **SHAPES[options.shape])
+    batches = batches_of(options)
+    most = max(options.batches)
+    longest = max(len(prompt) for prompts in batches.values() for prompt in prompts) + options.tokens + 512
+    plain = dict(
+        model_path=drafted["model_path"], device=options.device, max_running_requests=most,
+        max_total_tokens=most * longest, context_length=longest,
+    ) | (
+        dict(dtype="bfloat16", attention_backend=None, cuda_graph_bs_decode=options.batches,
+             mem_fraction_static=0.8, cuda_graph_backend_prefill="disabled") if cuda else dict(dtype="float32")
+    )  # fmt: skip
+    if options.shape:
+        plain["load_format"] = "dummy"
+        drafted["speculative_draft_load_format"] = "dummy"
+
+    result = origin(options) | dict(
+        weights=options.shape or options.model, block_size=BLOCK_SIZE if options.shape else None, results=[]
+    )
+    output = options.output or results_path(options.topic, result)
+    context = multiprocessing.get_context("spawn" if cuda else "fork")
+    for i in range(0, len(options.cases), options.at_once):
+        cases = options.cases[i : i + options.at_once]
+        shared = context.Barrier(len(cases)), context.Lock(), batches, options
+        children = [
+            EngineProcess(engine_arguments(case, plain, drafted, options.backend), Measurement(), *shared)
+            for case in cases
+        ]
+        for case, child in zip(cases, children):
+            try:
+                rows = child.result(START_SECONDS + 240)
+            except RuntimeError as error:
+                print(f"{case}: {error}", file=sys.stderr, flush=True)
+                continue
+            for row in rows:
+                result["results"].append(dict(case=case) | row)
+                show(case, row, options.kernels)
+            save(result, output)  # the next engine may run into a time limit
+    show_all(result["results"])
+    print(f"\n{output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The K most probable tokens of each draft position, with the logsumexp of all its logits.
+
+Upstream's candidate_topk() does it in some twenty kernels. Behind a small model they take as long as the drafter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from sglang.srt.models.dflash import candidate_topk
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.dflash_utils import is_dense_head_weight
+
+TILE = 2048  # logits per program: small enough for one position to occupy the card
+
+
+def top_candidates(
+    hidden: torch.Tensor, lm_head: torch.nn.Module, num_candidates: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores the vocabulary at each draft position and takes the best tokens.
+
+    Args:
+        hidden: [positions, hidden] of the drafter.
+        lm_head: the target's.
+        num_candidates: K.
+
+    Returns:
+        Tokens [positions, K] int64, best first; their logits [positions, K] float32; the logsumexp of all logits
+        [positions] float32.
+    """
+    weight: Any = getattr(lm_head, "weight", None)
+    if hidden.is_cuda and get_parallel().tp_size == 1 and is_dense_head_weight(weight):
+        return topk_logsumexp(hidden.to(weight.dtype) @ weight[: lm_head.org_vocab_size].T, num_candidates)
+    # Upstream's fused kernel wants at least two candidates: on an H200 it returned ids outside the vocabulary for
+    # one.
+    tokens, logits, log_sum = candidate_topk(hidden, lm_head, max(2, num_candidates), with_partition=True)
+    tokens, logits = (x[:, :num_candidates].contiguous() for x in (tokens, logits.float()))
+    return tokens, logits, log_sum.float()
+
+
+def topk_logsumexp(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Finds the k largest logits of each row, and the logsumexp of the row, in two kernels.
+
+    Args:
+        logits: [rows, vocabulary] of any float dtype; the last dimension is contiguous.
+        k: at most the vocabulary.
+
+    Returns:
+        Indices [rows, k] int64, largest logit first and at equal logits lowest index first; their logits [rows, k]
+        float32; the logsumexp [rows] float32.
+    """
+    rows, vocabulary = logits.shape
+    tiles = triton.cdiv(vocabulary, TILE)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    tile_values, tile_ids = new(rows, tiles, k), new(rows, tiles, k, dtype=torch.int32)
+    tile_max, tile_sum = new(rows, tiles), new(rows, tiles)
+    values, ids, log_sum = new(rows, k), new(rows, k, dtype=torch.int64), new(rows)
+    _topk_of_tile[rows, tiles](
+        logits, logits.stride(0), vocabulary, tile_values, tile_ids, tile_max, tile_sum, TILE=TILE, K=k
+    )
+    _merge_tiles[rows,](
+        tile_values, tile_ids, tile_max, tile_sum, tiles, values, ids, log_sum, K=k,
+        TILES=triton.next_power_of_2(tiles), CANDIDATES=triton.next_power_of_2(tiles * k),
+    )  # fmt: skip
+    return ids, values, log_sum
+
+
+@triton.jit
+def _topk_of_tile(  # type: ignore[no-untyped-def]
+    logits,
+    stride,
+    vocabulary,
+    tile_values,
+    tile_ids,
+    tile_max,
+    tile_sum,
+    TILE: tl.constexpr,
+    K: tl.constexpr,
+):
+    row, tile = tl.program_id(0), tl.program_id(1)
+    out = row * tl.num_programs(1) + tile
+    at = tl.arange(0, TILE)
+    token = tile * TILE + at
+    x = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < vocabulary, other=-float("inf"))
+    x = x.to(tl.float32)
+    largest = tl.max(x, axis=0)
+    # A tile of -inf alone adds nothing; exp(-inf - -inf) would be NaN.
+    total = tl.sum(tl.where(x == -float("inf"), 0.0, tl.exp(x - largest)), axis=0)
+    tl.store(tile_max + out, largest)
+    tl.store(tile_sum + out, total)
+    for i in tl.static_range(K):
+        value, best = tl.max(x, axis=0, return_indices=True)
+        tl.store(tile_values + out * K + i, value)
+        tl.store(tile_ids + out * K + i, tile * TILE + best)
+        x = tl.where(at == best, -float("inf"), x)
+
+
+@triton.jit
+def _merge_tiles(  # type: ignore[no-untyped-def]
+    tile_values,
+    tile_ids,
+    tile_max,
+    tile_sum,
+    tiles,
+    values,
+    ids,
+    log_sum,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    row = tl.program_id(0)
+    tile = tl.arange(0, TILES)
+    peaks = tl.load(tile_max + row * tiles + tile, mask=tile < tiles, other=-float("inf"))
+    sums = tl.load(tile_sum + row * tiles + tile, mask=tile < tiles, other=0.0)
+    peak = tl.max(peaks, axis=0)
+    total = tl.sum(tl.where(sums == 0.0, 0.0, sums * tl.exp(peaks - peak)), axis=0)
+    tl.store(log_sum + row, peak + tl.log(total))
+    at = tl.arange(0, CANDIDATES)
+    x = tl.load(tile_values + row * tiles * K + at, mask=at < tiles * K, other=-float("inf"))
+    for i in tl.static_range(K):
+        value, best = tl.max(x, axis=0, return_indices=True)
+        tl.store(values + row * K + i, value)
+        tl.store(ids + row * K + i, tl.load(tile_ids + row * tiles * K + best).to(tl.int64))
+        x = tl.where(at == best, -float("inf"), x)
