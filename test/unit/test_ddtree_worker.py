@@ -7,6 +7,7 @@ from unittest.mock import patch
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.speculative.ddtree import recurrent_state
+from sglang.srt.speculative.ddtree import worker as worker_module
 from sglang.srt.speculative.ddtree.worker import DDTreeWorker
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase

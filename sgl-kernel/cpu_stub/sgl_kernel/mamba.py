@@ -35,17 +35,10 @@ def _convolve(
 
 
 def causal_conv1d_fn_cpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    conv_states: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    cache_indices: torch.Tensor,
-    has_initial_state: torch.Tensor | None = None,
-    activation: str | None = None,
-    **unused: Any,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, conv_states: torch.Tensor,
+    query_start_loc: torch.Tensor, cache_indices: torch.Tensor, has_initial_state: torch.Tensor | None = None,
+    activation: str | None = None, **unused: Any,
+) -> torch.Tensor:  # fmt: skip
     """Convolves prompts, each after its stored window, and stores the windows at their ends.
 
     Args:
@@ -74,14 +67,9 @@ def causal_conv1d_fn_cpu(
 
 
 def causal_conv1d_update_cpu(
-    x: torch.Tensor,
-    conv_state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    conv_state_indices: torch.Tensor | None = None,
-    **unused: Any,
-) -> torch.Tensor:
+    x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    activation: str | None = None, conv_state_indices: torch.Tensor | None = None, **unused: Any,
+) -> torch.Tensor:  # fmt: skip
     """Convolves one token per request and moves the windows on.
 
     Args:
@@ -131,17 +119,10 @@ def _normalized(x: torch.Tensor) -> torch.Tensor:
 
 
 def chunk_gated_delta_rule_cpu(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor,
-    initial_state_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    head_first: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[torch.Tensor, None, None]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    initial_state: torch.Tensor, initial_state_indices: torch.Tensor, cu_seqlens: torch.Tensor,
+    head_first: bool = False, use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[torch.Tensor, None, None]:  # fmt: skip
     """Runs the gated delta rule over sequences, each from its stored state, and stores the states at their ends.
 
     Args:
@@ -182,20 +163,11 @@ def chunk_gated_delta_rule_cpu(
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    initial_state_source: torch.Tensor,
-    initial_state_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    use_qk_l2norm_in_kernel: bool,
-    softplus_beta: float = 1.0,
+    A_log: torch.Tensor, dt_bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    a: torch.Tensor, b: torch.Tensor, initial_state_source: torch.Tensor, initial_state_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor, use_qk_l2norm_in_kernel: bool, softplus_beta: float = 1.0,
     softplus_threshold: float = 20.0,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Runs GDN over one token per request.
 
     Args:
@@ -259,26 +231,17 @@ def _gemma_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, d: int) -> to
 
 
 def fused_qk_gemma_rmsnorm_cpu(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float,
     head_dim: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Normalizes each head of q and k, [tokens, heads * d] to [tokens * heads, d], with weights that are stored minus 1."""
     return _gemma_norm(q, q_weight, eps, head_dim), _gemma_norm(k, k_weight, eps, head_dim)
 
 
 def fused_qk_gemma_rmsnorm_with_gate_cpu(
-    q_gate: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    head_dim: int,
-    heads: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q_gate: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float,
+    head_dim: int, heads: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As fused_qk_gemma_rmsnorm_cpu(), from [tokens, heads * 2 d], where each head holds q and then its gate.
 
     Returns:
@@ -290,20 +253,10 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
 
 
 def selective_state_update_cpu(
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: None = None,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    state_batch_indices: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor,
-) -> None:
+    state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+    D: torch.Tensor | None = None, z: None = None, dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False, state_batch_indices: torch.Tensor | None = None, *, out: torch.Tensor,
+) -> None:  # fmt: skip
     """Runs Mamba2 over one token per request.
 
     Args:
@@ -337,23 +290,11 @@ def selective_state_update_cpu(
 
 
 def mamba_chunk_scan_cpu(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
-    *,
-    cu_seqlens: torch.Tensor,
-    out: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: None = None,
-    dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    state_dtype: torch.dtype | None = None,
-    **unused: Any,
-) -> tuple[None, torch.Tensor, None]:
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunk_size: int, *,
+    cu_seqlens: torch.Tensor, out: torch.Tensor, D: torch.Tensor | None = None, z: None = None,
+    dt_bias: torch.Tensor | None = None, initial_states: torch.Tensor | None = None,
+    dt_softplus: bool = False, state_dtype: torch.dtype | None = None, **unused: Any,
+) -> tuple[None, torch.Tensor, None]:  # fmt: skip
     """Runs Mamba2 over sequences.
 
     Args:

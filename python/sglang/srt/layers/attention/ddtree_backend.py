@@ -14,6 +14,7 @@ recurrent layers, upstream's HybridLinearAttnBackend holds this wrapper and one 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -458,17 +459,19 @@ def with_tree_verify(
             "DDTREE: --prefill-attention-backend: expected a backend that supports "
             f"{' and '.join(wanted)}, such as 'triton' on CUDA, got 'torch_native'."
         )
-    common = dict(mode=mode, num_nodes=num_nodes, graph_ancestors=graph_ancestors)
+    wrap_inner = partial(
+        with_tree_verify, runner=runner, mode=mode, num_nodes=num_nodes, graph_ancestors=graph_ancestors
+    )
     if type(backend) is HybridLinearAttnBackend and recurrent is not None:
         from sglang.srt.layers.attention.ddtree_linear_backend import with_recurrent_verify
 
-        full = with_tree_verify(backend.full_attn_backend, runner, **common)
+        full = wrap_inner(backend.full_attn_backend)
         linear = with_recurrent_verify(backend.linear_attn_backend, recurrent, _verifying(full).ancestors_of)
         backend.full_attn_backend, backend.linear_attn_backend = full, linear
         backend.attn_backend_list = [full, linear]  # in this order: `full` knows the trees first
         return backend
     if isinstance(backend, HybridAttnBackend):
-        backend.decode_backend = with_tree_verify(backend.decode_backend, runner, **common)
+        backend.decode_backend = wrap_inner(backend.decode_backend)
         return backend
     gaps = "; ".join(not_covered(runner))
     wrapper: type[TreeVerifyMixin]

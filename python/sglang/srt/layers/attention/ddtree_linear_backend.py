@@ -55,14 +55,9 @@ class LinearAttentionVerify(RecurrentVerifyMixin):
         raise NotImplementedError
 
     def forward_extend(
-        self,
-        layer: RadixLinearAttention,
-        forward_batch: ForwardBatch,
-        mixed_qkv: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+        self, layer: RadixLinearAttention, forward_batch: ForwardBatch, mixed_qkv: torch.Tensor,
+        a: torch.Tensor, b: torch.Tensor, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
         if not forward_batch.forward_mode.is_target_verify():
             return super().forward_extend(
                 layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs
@@ -114,15 +109,10 @@ class Mamba2TreeVerify(RecurrentVerifyMixin, Mamba2AttnBackend):
     """Tree verify of Mamba2 layers, which hand their whole layer to the backend."""
 
     def forward(
-        self,
-        mixer: MambaMixer2,
-        hidden_states: torch.Tensor,
-        output: torch.Tensor | None,
-        layer_id: int,
-        forward_batch: ForwardBatch,
-        mup_vector: torch.Tensor | None = None,
+        self, mixer: MambaMixer2, hidden_states: torch.Tensor, output: torch.Tensor | None, layer_id: int,
+        forward_batch: ForwardBatch, mup_vector: torch.Tensor | None = None,
         use_triton_causal_conv: bool = False,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         if not forward_batch.forward_mode.is_target_verify():
             return super().forward(
                 mixer, hidden_states, output, layer_id, forward_batch, mup_vector, use_triton_causal_conv
