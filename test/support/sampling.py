@@ -37,11 +37,13 @@ class SamplingCheck:
 
     Attributes:
         outside: share of the answers that may contain a token of probability 0.
+        reference_dtype: in which transformers computes the logits.
     """
 
     count = 1200
     prompt = PROMPTS[2]
     outside = 0.0
+    reference_dtype = torch.float64
 
     def exact(
         self,
@@ -54,11 +56,11 @@ class SamplingCheck:
         """The probability of each triple of first tokens, [vocabulary, vocabulary, vocabulary] float64."""
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(self.target, dtype=torch.float64)
+        model = AutoModelForCausalLM.from_pretrained(self.target, dtype=self.reference_dtype)
 
         def next_token(prompts: list[list[int]]) -> torch.Tensor:
             with torch.no_grad():
-                logits = model(torch.tensor(prompts)).logits[:, -1]
+                logits = model(torch.tensor(prompts)).logits[:, -1].double()
             for row, prompt in zip(logits, prompts):
                 row.copy_(penalize(row, prompt[len(self.prompt) :], penalties))
             return torch.stack(
