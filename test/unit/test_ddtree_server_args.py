@@ -186,6 +186,12 @@ class TestRefusals(ArgumentsCase):
             self.resolve()
 
 
+    def test_the_drafter_survives_a_release_of_memory(self):
+        self.assertFalse(resolved_view(self.resolve()).enable_draft_weights_cpu_backup)
+        saving = resolved_view(self.resolve(enable_memory_saver=True))
+        self.assertTrue(saving.enable_draft_weights_cpu_backup)
+
+
 class TestVerifyMemory(ArgumentsCase):
     """What the default of --mem-fraction-static leaves for the verify, on a device of 80 GB."""
 

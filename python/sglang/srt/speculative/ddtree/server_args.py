@@ -196,6 +196,9 @@ def resolve_server_args(args: ServerArgs) -> None:
         args.disable_overlap_schedule = True
     if args.max_running_requests is None:
         args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+    if args.enable_memory_saver:
+        # After a release, an update brings back the target's weights alone: see updated_models().
+        args.enable_draft_weights_cpu_backup = True
     reserve_verify_memory(args)
 
 

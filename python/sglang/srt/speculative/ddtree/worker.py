@@ -27,6 +27,7 @@ from sglang.srt.speculative.ddtree.penalties import OutputPenalties
 from sglang.srt.speculative.ddtree.sampling import constrain, target_tokens
 from sglang.srt.speculative.ddtree.step_graphs import StepGraphs
 from sglang.srt.speculative.ddtree.tree_builder import TreeBuilder
+from sglang.srt.speculative.ddtree.weights import refuse_updates
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
@@ -68,6 +69,7 @@ class DDTreeWorker(DFlashWorkerV2):
         with spec.override(speculative_num_draft_tokens=spec.speculative_dflash_block_size):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self._refuse_models()
+        refuse_updates(self.draft_model)
         if self.model_runner.sliding_window_size is None:
             # The attention backends read it next. Some models (Laguna, MiMo-V2) do not set it: upstream takes
             # it from the KV pool of the layers with a window, which DDTREE does not make
