@@ -185,7 +185,6 @@ class TestRefusals(ArgumentsCase):
         with self.assertNoLogs(server_args.logger, "WARNING"):
             self.resolve()
 
-
     def test_the_drafter_survives_a_release_of_memory(self):
         self.assertFalse(resolved_view(self.resolve()).enable_draft_weights_cpu_backup)
         saving = resolved_view(self.resolve(enable_memory_saver=True))
