@@ -2,6 +2,7 @@
 
 import unittest
 
+from sglang.srt.managers.io_struct import GetInternalStateReq
 from sglang.test.ci.ci_register import register_cpu_ci
 from support.cases import DDTreeCase
 from support.jobs import stop_options
@@ -38,6 +39,28 @@ def count_reasoning(engine, start_ids):
         (len(request.output_ids_through_stop), request.reasoning_tokens, len(request.origin_input_ids))
         for request in requests
     ]
+
+
+def accept_lengths(engine):
+    """Answers two prompts in fewer steps than a log interval has, then in more.
+
+    Returns:
+        After each: /server_info's accept length, and the one that the requests' own numbers give.
+    """
+    found, steps, drafts = [], 0, 0
+    for length in (8, 150):
+        requests = engine.generate(PROMPTS[:2], temperature=0, max_new_tokens=length, ignore_eos=True)
+        steps += sum(request.spec_verify_ct for request in requests)
+        drafts += sum(request.spec_num_correct_drafts for request in requests)
+        state = engine.scheduler.get_internal_state(GetInternalStateReq()).internal_state
+        found.append((state.get("avg_spec_accept_length"), (drafts + steps) / steps))
+    return found
+
+
+class TestAcceptLength(DDTreeCase):
+    def test_server_info_has_every_step(self):
+        for reported, counted in run_engine(self.tree, accept_lengths):
+            self.assertAlmostEqual(reported, counted, places=6)
 
 
 class TestReasoningTokens(DDTreeCase):
