@@ -16,7 +16,7 @@ WITH_TOKENIZER = {"skip_tokenizer_init": False}  # stop strings need it
 
 
 def count_reasoning(engine, start_ids):
-    """Answers one prompt under many stops, and reasons up to the seventh token of its free answer.
+    """Answer one prompt under many stops. It reasons up to the eighth token of its free answer.
 
     Args:
         engine: of either kind.
@@ -42,7 +42,7 @@ def count_reasoning(engine, start_ids):
 
 
 def accept_lengths(engine):
-    """Answers two prompts in fewer steps than a log interval has, then in more.
+    """Answer two prompts in fewer steps than a log interval has, then in more.
 
     Returns:
         After each: /server_info's accept length, and the one that the requests' own numbers give.

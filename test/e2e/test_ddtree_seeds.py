@@ -28,7 +28,7 @@ def answers(engine, requests):
 
 
 def alone_and_together(engine):
-    """Returns the answers to four seeded requests, each alone and then all in one batch with unseeded ones."""
+    """Return the answers to four seeded requests, each alone and then all in one batch with unseeded ones."""
     jobs = [(seed, options) for seed, options in zip((7, -(2**63), 2**63 - 1, 0), OPTIONS)]
     alone = [answers(engine, [submit(engine, *job)])[0] for job in jobs]
     crowd = [submit(engine, *job) for job in jobs]

@@ -134,7 +134,7 @@ class TestHub(DrafterCase):
 
 class TestConfiguration(DrafterCase):
     def write(self, **changes):
-        """Writes a drafter to a folder of its own, because upstream caches configurations by path."""
+        """Write a drafter to a folder of its own, because upstream caches configurations by path."""
         self.drafter = Path(tempfile.mkdtemp(dir=self.model.parent))
         (self.drafter / "config.json").write_text(json.dumps(DRAFTER | changes))
         (self.drafter / "model.safetensors").touch()
@@ -181,6 +181,9 @@ class TestConfiguration(DrafterCase):
             (dict(dflash_config=CONFIG | dict(selector_rank=4, selector_top_k=2)),
              "dflash_config: expected a plain DFlash head, whose distribution at a position does not depend on "
              "the path, got a selector"),
+            (dict(dflash_config=CONFIG | dict(lilicorr_rank=4)), "got a LiLiCorr head"),
+            (dict(dflash_config=CONFIG | dict(projector_type="domino", gru_hidden_dim=8, emb_dim=8,
+                                              shift_label=True, pure_draft_prefix_len=1)), "got a Domino head"),
         ):  # fmt: skip
             with self.subTest(text):
                 self.write(**changes)

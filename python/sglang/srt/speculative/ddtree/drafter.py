@@ -26,7 +26,7 @@ HUB_TIMEOUT = 10.0  # seconds
 
 
 def refuse_path(args: ServerArgs) -> None:
-    """Refuses a drafter whose files are not there. It asks the hub at most once, without retries.
+    """Refuse a drafter whose files are not there. It asks the hub at most once, without retries.
 
     Args:
         args: the server's arguments as the user gave them, with a drafter.
@@ -55,12 +55,12 @@ def refuse_path(args: ServerArgs) -> None:
 
 
 def _is_same_file(path: str, other: str) -> bool:
-    """Returns whether both paths exist and are the same file or folder."""
+    """Return whether both paths exist and are the same file or folder."""
     return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
 def _refuse_folder(folder: Path, *, with_weights: bool) -> None:
-    """Raises ValueError for a folder without a configuration or without weights."""
+    """Raise ValueError for a folder without a configuration or without weights."""
     if not (folder / "config.json").is_file():
         found = "has no config.json" if any(folder.iterdir()) else "is empty"
         raise ValueError(f"DDTREE: {FLAG}: expected {NEEDED}, got {folder}, which {found}.")
@@ -72,7 +72,7 @@ def _refuse_folder(folder: Path, *, with_weights: bool) -> None:
 
 
 def _refuse_repository(name: str, revision: str | None) -> None:
-    """Raises ValueError for a repository whose config.json is neither in the cache nor on the hub."""
+    """Raise ValueError for a repository whose config.json is neither in the cache nor on the hub."""
     from huggingface_hub import errors as hub
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
@@ -101,7 +101,7 @@ def _refuse_repository(name: str, revision: str | None) -> None:
 
 
 def refuse_drafter(args: ServerArgs) -> None:
-    """Refuses a drafter whose configuration does not fit the target's.
+    """Refuse a drafter whose configuration does not fit the target's.
 
     Args:
         args: the server's arguments, after refuse_path().
@@ -114,7 +114,7 @@ def refuse_drafter(args: ServerArgs) -> None:
 
 
 def drafter_config(args: ServerArgs) -> PretrainedConfig:
-    """Reads the drafter's configuration.
+    """Read the drafter's configuration.
 
     Args:
         args: the server's arguments.
@@ -143,7 +143,7 @@ def drafter_config(args: ServerArgs) -> PretrainedConfig:
 
 
 def drafter_faults(drafter: PretrainedConfig, target: PretrainedConfig) -> Iterator[str]:
-    """Compares a drafter's configuration with its target's.
+    """Compare a drafter's configuration with its target's.
 
     Args:
         drafter: configuration of the drafter.
@@ -163,11 +163,15 @@ def drafter_faults(drafter: PretrainedConfig, target: PretrainedConfig) -> Itera
     except (ValueError, TypeError) as error:
         yield f"expected the keys of a DFlash drafter, got one with a wrong value: {error}"
         return
-    if parsed.is_domino or parsed.selector_rank:
-        head = "a Domino head" if parsed.is_domino else "a selector"
+    heads = {
+        "a Domino head": parsed.is_domino,
+        "a selector": parsed.selector_rank,
+        "a LiLiCorr head": _has_lilicorr(getattr(drafter, "dflash_config", None) or {}),
+    }
+    if found := [head for head, is_there in heads.items() if is_there]:
         yield (
             f"dflash_config: expected a plain DFlash head, whose distribution at a position does not depend on "
-            f"the path, got {head}. --speculative-algorithm DFLASH runs it."
+            f"the path, got {' and '.join(found)}. --speculative-algorithm DFLASH runs it."
         )
     num_layers = target.num_hidden_layers * getattr(target, "num_loops", 1)  # upstream numbers loops through
     yield from _layer_faults(parsed.target_layer_ids, num_layers)
@@ -190,8 +194,14 @@ def drafter_faults(drafter: PretrainedConfig, target: PretrainedConfig) -> Itera
         )
 
 
+def _has_lilicorr(dflash_config: dict[str, object]) -> bool:
+    """Return whether upstream would build a LiLiCorr head."""
+    has_keys = any(key.startswith("lilicorr_") for key in dflash_config)
+    return has_keys and dflash_config.get("lilicorr_enabled") is not False
+
+
 def _layer_faults(ids: list[int] | None, num_layers: int) -> Iterator[str]:
-    """Yields what is wrong with the ids of the target layers that the drafter reads.
+    """Yield what is wrong with the ids of the target layers that the drafter reads.
 
     Args:
         ids: from the drafter's configuration. Upstream would guess missing ones.
@@ -207,7 +217,7 @@ def _layer_faults(ids: list[int] | None, num_layers: int) -> Iterator[str]:
 
 
 def _advice(architectures: list[str]) -> str:
-    """Returns what to do with a drafter of another kind."""
+    """Return what to do with a drafter of another kind."""
     names = " ".join(architectures).lower()
     if "eagle" in names:
         return "--speculative-algorithm EAGLE or EAGLE3 runs EAGLE heads."

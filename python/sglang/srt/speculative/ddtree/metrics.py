@@ -17,7 +17,7 @@ READ_EVERY = 200  # verify steps between two readings of the difference
 
 
 def accept_length_so_far(reporter: SchedulerMetricsReporter) -> float | None:
-    """Returns the tokens emitted per verify step and request, of all steps since the start.
+    """Return the tokens emitted per verify step and request, of all steps since the start.
 
     Upstream (0.5.23) counts the current log interval (--decode-log-interval) separately, and reports the sum of
     the complete ones. That is nothing until the first one ends.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def seeded(batch: ScheduleBatch) -> Iterator[None]:
-    """Gives a batch's forward the seeds of its requests. Upstream does so in deterministic inference only.
+    """Give a batch's forward the seeds of its requests. Upstream does so in deterministic inference only.
 
     Args:
         batch: its sampling_info is another object until the end, if a request has a seed.
@@ -40,7 +40,7 @@ def seeded(batch: ScheduleBatch) -> Iterator[None]:
 
 
 def request_seeds(reqs: list[Req], device: str | torch.device) -> torch.Tensor | None:
-    """Returns the seed of each request. One without a seed gets a random one, which is new in every step.
+    """Return the seed of each request. One without a seed gets a random one, which is new in every step.
 
     Args:
         reqs: of a batch.
@@ -58,7 +58,7 @@ def request_seeds(reqs: list[Req], device: str | torch.device) -> torch.Tensor |
 
 
 def follow_seeds(sampler: Sampler) -> None:
-    """Makes upstream's sampler draw with the seeds of its sampling_info, if it has any.
+    """Make upstream's sampler draw with the seeds of its sampling_info, if it has any.
 
     Upstream's own seeded draws are not for FlashInfer, not for min-p, and depend on what other requests of
     the batch ask for.
@@ -80,7 +80,7 @@ def follow_seeds(sampler: Sampler) -> None:
 
 
 def filtered(probs: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
-    """Applies top-k, top-p and min-p. A row that uses none of them stays as it is, to the last bit.
+    """Apply top-k, top-p and min-p. A row that uses none of them stays as it is, to the last bit.
 
     Args:
         probs: [n, vocabulary] float32.
@@ -99,7 +99,7 @@ def filtered(probs: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Draws one token per row: each token waits an exponential time with its probability as the rate.
+    """Draw one token per row: each token waits an exponential time with its probability as the rate.
 
     Args:
         probs: [n, vocabulary], not necessarily normalized.

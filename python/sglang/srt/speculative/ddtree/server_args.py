@@ -63,7 +63,7 @@ class Refusal(NamedTuple):
     reason: str
 
     def check(self, args: ServerArgs) -> None:
-        """Raises ValueError if the argument has another value."""
+        """Raise ValueError if the argument has another value."""
         value = getattr(args, self.field)
         if value in self.served:
             return
@@ -108,7 +108,7 @@ DEVICE_REFUSALS = {
 
 
 def refuse_asked_args(args: ServerArgs) -> None:
-    """Refuses what the user asked for and DDTREE cannot serve. It changes nothing.
+    """Refuse what the user asked for and DDTREE cannot serve. It changes nothing.
 
     Args:
         args: the server's arguments as the user gave them. Defaults are not filled in yet.
@@ -132,7 +132,7 @@ def refuse_asked_args(args: ServerArgs) -> None:
 
 
 def refuse_own_args(args: ServerArgs) -> None:
-    """Refuses DDTREE's own arguments for a server without DDTREE, where they would have no effect.
+    """Refuse DDTREE's own arguments for a server without DDTREE, where they would have no effect.
 
     Args:
         args: the arguments of a server without DDTREE.
@@ -150,7 +150,7 @@ def refuse_own_args(args: ServerArgs) -> None:
 
 
 def refuse_server_args(args: ServerArgs) -> None:
-    """Refuses arguments that DDTREE cannot serve, as upstream has resolved them. It changes nothing.
+    """Refuse arguments that DDTREE cannot serve, as upstream has resolved them. It changes nothing.
 
     Args:
         args: the server's arguments.
@@ -307,7 +307,7 @@ def resolve_widths(args: ServerArgs) -> None:
 
 
 def force_single_kv_pool(args: ServerArgs) -> None:
-    """Gives all layers one KV pool.
+    """Give all layers one KV pool.
 
     Upstream gives layers with a sliding window a separate pool with separate slots. Accepted KV is
     moved by slot, the same slot in every layer. In the single pool, every layer keeps the KV of the whole
@@ -367,17 +367,17 @@ def reserve_verify_memory(args: ServerArgs) -> None:
 
 
 def _device(args: ServerArgs) -> str:
-    """Returns the type of the device, without an index."""
+    """Return the type of the device, without an index."""
     return args.device.split(":")[0]
 
 
 def _flag(field: str) -> str:
-    """Returns the flag that sets a field of ServerArgs."""
+    """Return the flag that sets a field of ServerArgs."""
     return "--" + field.replace("_", "-")
 
 
 def _drafter_block_size(args: ServerArgs) -> int:
-    """Returns the F of the drafter's config."""
+    """Return the F of the drafter's config."""
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
     config = parse_dflash_draft_config(draft_hf_config=drafter_config(args))

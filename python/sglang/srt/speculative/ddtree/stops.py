@@ -51,7 +51,7 @@ def stop_at_first(req: Req, emitted: int) -> bool:
 
 
 def count_to_the_end(req: Req) -> None:
-    """Takes back the reasoning tokens that were counted past a request's end.
+    """Take back the reasoning tokens that were counted past a request's end.
 
     Upstream (0.5.23) counts all tokens of a step, and then finds out that the request ended at one of them.
     Reasoning comes first in an answer, so at most as many tokens as the answer has are reasoning.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def updated_models(selector: str) -> str:
-    """Says which models a weight update, or a check of the weights, is for.
+    """Say which models a weight update, or a check of the weights, is for.
 
     A drafter is trained for itself. Its layers have the names of the target's, so loading the target's weights
     into it succeeds and ruins it.
@@ -28,7 +28,7 @@ def updated_models(selector: str) -> str:
 
 
 def refuse_updates(drafter: nn.Module) -> None:
-    """Makes upstream refuse every update of the drafter's weights.
+    """Make upstream refuse every update of the drafter's weights.
 
     On CUDA, DFLASH's worker keeps stacked copies of them, which an update would not change.
 
