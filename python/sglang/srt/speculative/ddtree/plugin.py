@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,12 +16,19 @@ ENTRY_POINT = "ddtree"
 
 
 def register() -> None:
-    """Adds the speculative algorithm DDTREE, and the attention backend that its drafter uses on a CPU."""
+    """Adds the algorithm DDTREE, its checks of arguments, and the backend that its drafter uses on a CPU."""
     # Imports are in here so that register_on_demand() can report one that fails.
     from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.speculative.ddtree.algorithm import DDTreeAlgorithm
-    from sglang.srt.speculative.ddtree.server_args import CPU_DRAFT_BACKEND, refuse_server_args
+    from sglang.srt.speculative.ddtree.drafter import refuse_drafter
+    from sglang.srt.speculative.ddtree.server_args import (
+        CPU_DRAFT_BACKEND,
+        refuse_asked_args,
+        refuse_server_args,
+    )
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     @register_attention_backend(CPU_DRAFT_BACKEND)
@@ -30,6 +38,19 @@ def register() -> None:
         return create_draft_backend(runner)
 
     add_draft_attention_backend_choices([CPU_DRAFT_BACKEND])
+
+    # Upstream's first step.
+    @register_resolution_hook("handle_deprecated_dp_attention")
+    def check_asked_args(args: ServerArgs, step: Callable[[ServerArgs], None]) -> None:
+        refuse_asked_args(args)
+        step(args)
+
+    # The first step that reads the drafter's configuration.
+    @register_resolution_hook("handle_speculative_decoding")
+    def check_drafter(args: ServerArgs, step: Callable[[ServerArgs], None]) -> None:
+        if (args.speculative_algorithm or "").upper() == ALGORITHM:
+            refuse_drafter(resolving_view(args))
+        step(args)
 
     # The algorithm is registered last: once its name is known, the whole plug-in is in place.
     @SpeculativeAlgorithm.register(
