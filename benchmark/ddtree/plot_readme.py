@@ -105,14 +105,15 @@ def draw(demo: tuple[str, dict[str, Any]], shape: tuple[str, dict[str, Any]], ta
     rounds = demo[1]["summary"][0]["rounds"]
     figure.suptitle("DDTREE with a verify tree of N nodes, against DFLASH and plain decoding", fontsize=12)
     caption = (
-        f"One {demo[1]['gpu']}, the full CUDA profile (torch {demo[1]['torch']}), greedy, in bfloat16; DFLASH and plain "
-        f"decoding on fa3.\nTop: SmolLM2-135M-Instruct with the demo drafter, {rounds} interleaved rounds with one prompt "
-        f"each. Dot: one round. Error bar: interval of the median, 95% or more. {demo[0]}\n"
+        f"One {demo[1]['gpu']}, the full CUDA profile (torch {demo[1]['torch']}), greedy, in bfloat16. DFLASH and plain "
+        "decoding run on fa3.\n"
+        f"Top: SmolLM2-135M-Instruct with the demo drafter, {rounds} interleaved rounds with one prompt each. "
+        "Dot: one round. Error bar: 95% interval of the median.\n"
         f"Bottom: Llama-3.1-8B's shape with random weights, context {CONTEXT:,}. It shows the cost of a step, not "
-        f"the speed of a model. {shape[0]}"
+        f"the speed of a model.\n{demo[0]}, {shape[0]}"
     )
     figure.text(0.5, 0.008, caption, ha="center", fontsize=7, color="#555555")
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=100)
 
