@@ -1,50 +1,17 @@
 """DDTREE on a CUDA device against plain decoding: graphs, overlap scheduling, every verify mode."""
 
-import json
-import time
 import unittest
-import warnings
-from pathlib import Path
 
 import torch
 from sglang.test.ci.ci_register import register_cuda_ci
 from support.answers import TIE, assert_first_choices
-from support.cuda import CUDA, gaps_by_name, greedy
+from support.cuda import CUDA, greedy, greedy_without_waiting, run_and_judge
 from support.models import write_fp8_target, write_gpt_oss_target, write_mla_target, write_models_for
-from support.processes import EngineProcess
 
 register_cuda_ci(est_time=120, suite="gpu")
 
-SECONDS = 420  # for all children together, so that one that hangs does not cost the others' results
 ERROR = 1.0  # what the wrong kernel adds to its output
 LAYERS = 3  # of the target
-
-
-def greedy_without_waiting(engine):
-    """greedy(), and the places (file:line) at which Python waited for the device between draft and commit."""
-    worker = engine.scheduler.draft_worker
-    assert worker.step_graphs.can_run(1), "upstream's path runs the steps"
-    decode = worker._decode
-    steps, waits = 0, set()
-
-    def watched(*args):
-        nonlocal steps
-        steps += 1
-        if steps < 4:  # the first steps compile Triton kernels
-            return decode(*args)
-        torch.cuda.set_sync_debug_mode("warn")  # "error" would end the run at the first place
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                return decode(*args)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            waits.update(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
-
-    worker._decode = watched
-    result = greedy(engine)
-    assert steps > 10, steps
-    return (*result, sorted(waits))
 
 
 class _WrongKernel:
@@ -100,24 +67,6 @@ class _WithoutExperts:
         gpt_oss.GptOssSparseMoeBlock = Function
 
 
-class _Judge:
-    """A job for plain decoding. It returns the gaps of all answers (see support.answers), its own as "plain".
-
-    Args:
-        answers: JSON file with the other engines' answers by name. The job waits for it.
-    """
-
-    def __init__(self, answers: Path):
-        self.answers = answers
-
-    def __call__(self, engine):
-        found, _ = greedy(engine)
-        deadline = time.monotonic() + SECONDS
-        while not self.answers.exists() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return gaps_by_name(engine, json.loads(self.answers.read_text()) | {"plain": found.outputs})
-
-
 # Not CustomTestCase: its module needs packages that a bare CUDA host lacks.
 class TestDDTreeCuda(unittest.TestCase):
     @classmethod
@@ -170,32 +119,8 @@ class TestDDTreeCuda(unittest.TestCase):
             "plain": plain, "mla plain": plain | mla, "fp8 plain": plain | fp8, "scaled plain": plain | scaled,
             "sinks plain": plain | sinks,
         }  # fmt: skip
-        children = {name: EngineProcess(arguments, job) for name, (_, arguments, job) in trees.items()}
-        judges = {
-            name: EngineProcess(
-                arguments,
-                _WithoutExperts(_Judge(folder / name)) if "sinks" in name else _Judge(folder / name),
-            )
-            for name, arguments in plains.items()
-        }
-        deadline = time.monotonic() + SECONDS
-
-        def collect(child):
-            try:
-                return child.result(max(1.0, deadline - time.monotonic()))
-            except RuntimeError as error:
-                return error
-
-        cls.results = {name: collect(child) for name, child in children.items()}
-        for judge in plains:
-            answers = {
-                name: cls.results[name][0].outputs
-                for name, (judged_by, _, _) in trees.items()
-                if judged_by == judge and not isinstance(cls.results[name], RuntimeError)
-            }
-            (folder / "answers").write_text(json.dumps(answers))
-            (folder / "answers").rename(folder / judge)  # the judge must not read half a file
-        cls.results |= {name: collect(child) for name, child in judges.items()}
+        jobs = {name: _WithoutExperts for name in plains if "sinks" in name}
+        cls.results = run_and_judge(folder, plains, trees, around_judge=jobs)
 
     def result(self, name):
         result = self.results[name]

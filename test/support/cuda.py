@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
 from support.engine import Engine, Greedy
+from support.processes import EngineProcess
 from support.prompts import patterned_prompts
 
 PROMPTS = patterned_prompts((1, 5, 35, 65, 95, 17, 300))
 TOKENS = 64
+SECONDS = 420  # for all children together, so that one that hangs does not cost the others' results
 # Arguments of every engine.
 CUDA = dict(
     device="cuda", dtype="bfloat16", attention_backend="triton", mem_fraction_static=0.8, max_total_tokens=16384,
@@ -34,3 +45,94 @@ def greedy(engine: Engine) -> tuple[Greedy, tuple[float, int, str] | None]:
 def gaps_by_name(engine: Engine, answers: dict[str, list[list[int]]]) -> dict[str, list[list[float]]]:
     """Engine.gaps() of each engine's answers to PROMPTS, by name."""
     return {name: engine.gaps(PROMPTS, outputs) for name, outputs in answers.items()}
+
+
+def greedy_without_waiting(engine: Engine) -> tuple[Greedy, tuple[float, int, str] | None, list[str]]:
+    """greedy(), and the places (file:line) at which Python waited for the device between draft and commit."""
+    worker = engine.scheduler.draft_worker
+    # Steps with recurrent layers run on upstream's path.
+    assert worker.step_graphs.can_run(1) or worker.recurrent is not None, "upstream's path runs the steps"
+    decode = worker._decode
+    steps = 0
+    waits: set[str] = set()
+
+    def watched(*args: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps < 4:  # the first steps compile Triton kernels
+            return decode(*args)
+        torch.cuda.set_sync_debug_mode("warn")  # "error" would end the run at the first place
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                return decode(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            waits.update(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+
+    worker._decode = watched
+    result = greedy(engine)
+    assert steps > 10, steps
+    return (*result, sorted(waits))
+
+
+class Judge:
+    """A job for plain decoding. It returns the gaps of all answers (see support.answers), its own as "plain".
+
+    Args:
+        answers: JSON file with the other engines' answers by name. The job waits for it.
+    """
+
+    def __init__(self, answers: Path) -> None:
+        self.answers = answers
+
+    def __call__(self, engine: Engine) -> dict[str, list[list[float]]]:
+        found, _ = greedy(engine)
+        deadline = time.monotonic() + SECONDS
+        while not self.answers.exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return gaps_by_name(engine, json.loads(self.answers.read_text()) | {"plain": found.outputs})
+
+
+def run_and_judge(
+    folder: Path,
+    plains: dict[str, dict[str, Any]],
+    trees: dict[str, tuple[str, dict[str, Any], Callable[[Engine], Any]]],
+    around_judge: dict[str, Callable[[Judge], Callable[[Engine], Any]]] | None = None,
+) -> dict[str, Any]:
+    """Runs all engines at once. Each plain engine judges the answers of its tree engines.
+
+    Args:
+        folder: for the answers.
+        plains: arguments of the plain engines by name.
+        trees: by name: the plain engine that judges, the engine's arguments and its job, whose result starts
+            with a Greedy.
+        around_judge: for some plain engines, what makes its job from a Judge.
+
+    Returns:
+        By name: a job's result, a plain engine's gaps, or the RuntimeError of a child that failed.
+    """
+    wrap = around_judge or {}
+    children = {name: EngineProcess(arguments, job) for name, (_, arguments, job) in trees.items()}
+    judges = {
+        name: EngineProcess(arguments, wrap.get(name, lambda judge: judge)(Judge(folder / name)))
+        for name, arguments in plains.items()
+    }
+    deadline = time.monotonic() + SECONDS
+
+    def collect(child: EngineProcess) -> Any:
+        try:
+            return child.result(max(1.0, deadline - time.monotonic()))
+        except RuntimeError as error:
+            return error
+
+    results = {name: collect(child) for name, child in children.items()}
+    for judge in plains:
+        answers = {
+            name: results[name][0].outputs
+            for name, (judged_by, _, _) in trees.items()
+            if judged_by == judge and not isinstance(results[name], RuntimeError)
+        }
+        (folder / "answers").write_text(json.dumps(answers))
+        (folder / "answers").rename(folder / judge)  # the judge must not read half a file
+    return results | {name: collect(child) for name, child in judges.items()}

@@ -170,3 +170,9 @@ class Engine:
         """Slots of the KV pool that no request holds, those that the radix cache can evict included."""
         scheduler = self.scheduler
         return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+
+    def free_states(self) -> int:
+        """States of recurrent layers that no request holds, those that the radix cache can evict included."""
+        scheduler = self.scheduler
+        free = scheduler.req_to_token_pool.mamba_allocator.available_size()
+        return free + scheduler.tree_cache.mamba_evictable_size()

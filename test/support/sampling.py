@@ -27,8 +27,8 @@ def filtered(
     return torch.zeros_like(probabilities).scatter(0, index, ranked / ranked.sum())
 
 
-class SamplingChecks:
-    """Test methods for a DDTreeCase. They compare sampled tokens with the exact distribution, by chi-square.
+class SamplingCheck:
+    """A check for a DDTreeCase. It compares sampled tokens with the exact distribution, by chi-square.
 
     transformers computes the exact distribution. There are 1200 answers per case, and cells with fewer than 5
     expected answers are pooled. The threshold is the quantile 1 - 1e-5, so a run of seven cases fails by
@@ -99,6 +99,10 @@ class SamplingChecks:
         arguments = self.tree | {"speculative_num_draft_tokens": 24, "skip_tokenizer_init": False}
         answers = run_engine(arguments, sample, self.prompt, self.count, options)
         self.assertLess(self.statistic(answers, self.exact(**options)), 1.0)
+
+
+class SamplingChecks(SamplingCheck):
+    """Test methods for a DDTreeCase: every sampling option, and the check's power."""
 
     def test_temperature_1(self) -> None:
         self.check(temperature=1.0)

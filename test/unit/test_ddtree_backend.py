@@ -216,12 +216,12 @@ class TestDraftBlock(TritonCase):
 
     def test_a_draft_block_hides_nothing_but_what_is_not_causal(self):
         for causal in (True, False):
-            layer = self.layer(causal=causal)
-            backend = self.backend(layers=[layer])
-            words = backend._block_ancestors(layer)
+            backend = self.backend(layers=[self.layer(causal=causal)])
+            words = backend.ancestors_of((self.requests + 1) * 8, causal=causal)
             self.assertEqual(len(words), (self.requests + 1) * 8)
             for block in words.view(-1, 8, 1):
                 self.assertTrue(torch.equal(block, chain_ancestors(8, causal, "cpu")))
+            self.assertEqual(len(backend.ancestors_of(8, causal=causal)), 8)
 
 
 class TestInGraphMetadata(TritonCase):

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.speculative.ddtree import recurrent_state
 from sglang.srt.speculative.ddtree import worker as worker_module
 from sglang.srt.speculative.ddtree.worker import DDTreeWorker
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -27,7 +28,8 @@ class TestTargetModel(CustomTestCase):
         worker = DDTreeWorker.__new__(DDTreeWorker)
         worker.model_runner = SimpleNamespace(model=target, model_config=None, **runner)
         worker.selector, worker.lilicorr, worker._is_domino = None, None, False
-        with patch.object(worker_module, "mambaish_config", lambda config: None):
+        worker.num_nodes = 32
+        with patch.object(recurrent_state, "mambaish_config", lambda config: None):
             worker._refuse_models()
 
     def test_layers_of_several_kv_shapes_are_refused(self):

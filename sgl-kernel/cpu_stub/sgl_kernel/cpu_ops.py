@@ -9,18 +9,24 @@ from collections.abc import Callable
 
 import torch
 
+from sgl_kernel import mamba
+
 _MASK32 = 0xFFFFFFFF
 
-# AMX kernels that models/{qwen3_5,muse_glimmer,grok}.py and layers/attention/linear look up at import.
+# AMX kernels that models/{muse_glimmer,grok}.py look up at import.
 _LOOKED_UP_AT_IMPORT = (
     "fused_dual_residual_rmsnorm_cpu",
-    "fused_gdn_gating_cpu",
     "fused_moe_router_cpu",
-    "fused_qk_gemma_rmsnorm_cpu",
-    "fused_qk_gemma_rmsnorm_with_gate_cpu",
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-    "fused_sigmoid_gating_delta_rule_update_cpu",
     "rmsnorm_cpu",
+)
+# Kernels of hybrid models, which models/{qwen3_next,qwen3_5}.py and layers/attention/linear look up or call.
+_RECURRENT = (
+    mamba.fused_gdn_gating_cpu,
+    mamba.fused_qk_gemma_rmsnorm_cpu,
+    mamba.fused_qk_gemma_rmsnorm_with_gate_cpu,
+    mamba.fused_qkvzba_split_reshape_cat_contiguous_cpu,
+    mamba.fused_rmsnorm_gated_cpu,
+    mamba.fused_sigmoid_gating_delta_rule_update_cpu,
 )
 
 
@@ -144,7 +150,9 @@ def register(device_only: Callable[[str], Callable]) -> None:
     for schema, function in schemas.items():
         library.define(schema)
         library.impl(schema.partition("(")[0], function, "CPU")
+    for function in _RECURRENT:
+        # A plain attribute of the namespace is enough, because these are called directly and never dispatched.
+        setattr(torch.ops.sgl_kernel, function.__name__, function)
     for name in _LOOKED_UP_AT_IMPORT:
-        # A plain attribute of the namespace is enough, because these are looked up and never dispatched.
         setattr(torch.ops.sgl_kernel, name, device_only(f"torch.ops.sgl_kernel.{name}"))
     register.library = library  # torch drops the ops when the library object is collected

@@ -2,7 +2,8 @@
 
 `with_tree_verify` wraps a backend. The wrapper runs TARGET_VERIFY with the tree ops of sgl_kernel.ddtree.
 Prefill, decode, graph buffers and upstream's checks by type are unchanged. If prefill runs on another
-backend, the wrapper is the decoding half of upstream's HybridAttnBackend, which gets the verify.
+backend, the wrapper is the decoding half of upstream's HybridAttnBackend, which gets the verify. If the target has
+recurrent layers, upstream's HybridLinearAttnBackend holds this wrapper and one of ddtree_linear_backend.
 
     native     the tree ops
     triton     the base backend, with a full mask written from the ancestor words
@@ -13,7 +14,8 @@ backend, the wrapper is the decoding half of upstream's HybridAttnBackend, which
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -25,7 +27,9 @@ from sgl_kernel.ddtree import (
     verify_workspace,
 )
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.ddtree_wrap import wrap
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from sgl_kernel.ddtree import VerifyWorkspace
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates
 
 logger = logging.getLogger(__name__)
 
@@ -239,9 +244,7 @@ class TreeVerifyMixin(AttentionBackend):
         """
         shape = layer_shape(layer)
         q = q.view(-1, shape[0], shape[2])
-        ancestors = self.tree_ancestors
-        if ancestors is None:
-            ancestors = self._block_ancestors(layer)[: q.shape[0]]
+        ancestors = self.ancestors_of(q.shape[0], causal=is_causal(layer))
         kv_indptr, kv_indices = self._prefix_slots()
         window = layer.sliding_window_size
         common = dict(
@@ -267,17 +270,26 @@ class TreeVerifyMixin(AttentionBackend):
             o = verify_gqa(q, keys, values, sinks=sinks, **scales, **common)
         return o.view(q.shape[0], -1)
 
-    def _block_ancestors(self, layer: RadixAttention) -> torch.Tensor:
-        """Returns the ancestor words of a draft block per request: [max_requests * F, words] int64.
+    def ancestors_of(self, tokens: int, *, causal: bool = True) -> torch.Tensor:
+        """Returns the ancestor words of the trees or, if the verify has none, of a draft block per request.
 
-        They are made for all requests at once, so that a graph that was captured for few still finds them.
+        Those of draft blocks are made for all requests at once, so that a graph that was captured for few still
+        finds them.
+
+        Args:
+            tokens: of the batch.
+            causal: of a draft block.
+
+        Returns:
+            [tokens, words] int64.
         """
-        causal = is_causal(layer)
+        if self.tree_ancestors is not None:
+            return self.tree_ancestors
         if causal not in self.tree_blocks:
             block = chain_ancestors(self.num_nodes, causal, self.tree_runner.device)
             max_requests = self.tree_runner.req_to_token_pool.req_to_token.shape[0]
             self.tree_blocks[causal] = block.repeat(max_requests, 1)
-        return self.tree_blocks[causal]
+        return self.tree_blocks[causal][:tokens]
 
     def _accumulate_difference(
         self, native: torch.Tensor, base: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
@@ -386,25 +398,6 @@ class TorchNativeTreeVerify(TreeVerifyMixin, TorchNativeAttnBackend):
         return self.tree_kv_indptr, self.tree_kv_indices
 
 
-Wrapper = TypeVar("Wrapper", bound=AttentionBackend)
-
-
-def _wrap(wrapper: type[Wrapper], backend: AttentionBackend) -> Wrapper:
-    """Makes an object of class `wrapper`, a subclass of the backend's class, that shares the backend's state.
-
-    Why not an object that holds the backend and forwards to it:
-    - Upstream checks the type: unless it is a TritonAttnBackend, Gemma 3 and 4 give images causal attention.
-    - AttentionBackend has defaults for more than forty attributes and methods. A forwarding object would have
-      to name each of them, and would answer with the default of each that a later release adds.
-    - Models and graph runners read and write plain attributes of the backend, such as forward_metadata.
-    Why not a new backend with a state of its own: upstream's runner builds the backend and may hand it out
-    before it is wrapped.
-    """
-    wrapped = object.__new__(wrapper)
-    wrapped.__dict__ = backend.__dict__
-    return wrapped
-
-
 def with_block_attention(
     backend: AttentionBackend, runner: ModelRunner, *, block_size: int
 ) -> AttentionBackend:
@@ -430,7 +423,7 @@ def with_block_attention(
     if not gaps:
         return with_tree_verify(backend, runner, mode="native", num_nodes=block_size)
     logger.warning("DDTREE drafts on Triton, because the tree ops do not cover %s.", "; ".join(gaps))
-    wrapped = _wrap(TritonDraftBackend, backend)
+    wrapped = wrap(TritonDraftBackend, backend)
     wrapped.graph_prefix = runner.req_to_token_pool.req_to_token.shape[1]
     return wrapped
 
@@ -442,6 +435,7 @@ def with_tree_verify(
     mode: str,
     num_nodes: int,
     graph_ancestors: torch.Tensor | None = None,
+    recurrent: RecurrentStates | None = None,
 ) -> AttentionBackend:
     """Wraps a backend so that it runs TARGET_VERIFY on trees, and everything else as before.
 
@@ -452,6 +446,7 @@ def with_tree_verify(
         num_nodes: N, nodes per request in a verify.
         graph_ancestors: [max_bs, N, words] int64, where a captured graph finds the ancestor words of its trees.
             None: the nodes are a draft block.
+        recurrent: of a target with recurrent layers.
 
     Returns:
         The backend to use instead.
@@ -464,10 +459,19 @@ def with_tree_verify(
             "DDTREE: --prefill-attention-backend: expected a backend that supports "
             f"{' and '.join(wanted)}, such as 'triton' on CUDA, got 'torch_native'."
         )
+    wrap_inner = partial(
+        with_tree_verify, runner=runner, mode=mode, num_nodes=num_nodes, graph_ancestors=graph_ancestors
+    )
+    if type(backend) is HybridLinearAttnBackend and recurrent is not None:
+        from sglang.srt.layers.attention.ddtree_linear_backend import with_recurrent_verify
+
+        full = wrap_inner(backend.full_attn_backend)
+        linear = with_recurrent_verify(backend.linear_attn_backend, recurrent, _verifying(full).ancestors_of)
+        backend.full_attn_backend, backend.linear_attn_backend = full, linear
+        backend.attn_backend_list = [full, linear]  # in this order: `full` knows the trees first
+        return backend
     if isinstance(backend, HybridAttnBackend):
-        backend.decode_backend = with_tree_verify(
-            backend.decode_backend, runner, mode=mode, num_nodes=num_nodes, graph_ancestors=graph_ancestors
-        )
+        backend.decode_backend = wrap_inner(backend.decode_backend)
         return backend
     gaps = "; ".join(not_covered(runner))
     wrapper: type[TreeVerifyMixin]
@@ -488,7 +492,7 @@ def with_tree_verify(
             "DDTREE: target model: expected a model that the Triton or torch backend runs alone, got one for "
             f"which SGLang uses {type(backend).__name__}: serve it without DDTREE."
         )
-    wrapped = _wrap(wrapper, backend)
+    wrapped = wrap(wrapper, backend)
     wrapped._init_tree(runner=runner, mode=mode, num_nodes=num_nodes, graph_ancestors=graph_ancestors)
     return wrapped
 
@@ -508,17 +512,22 @@ def difference_table(backend: AttentionBackend) -> torch.Tensor | None:
 def prepares_in_graph(backend: AttentionBackend) -> bool:
     """Returns whether a captured verify or draft block needs nothing from the host before a replay.
 
-    The base backend's kernels do: upstream fills their slots, and their mask is written, outside of the graph.
+    The base backend's kernels do: upstream fills their slots, and their mask is written, outside of the graph. So do
+    recurrent layers, whose slots of states upstream fills there.
 
     Args:
         backend: that with_tree_verify() or with_block_attention() returned.
     """
+    if isinstance(backend, HybridLinearAttnBackend):
+        return False
     verifying = _verifying(backend)
     return isinstance(verifying, TritonTreeVerify) and verifying.tree_mode == "native"
 
 
 def _verifying(backend: AttentionBackend) -> Any:
-    """Returns the part of a backend that runs TARGET_VERIFY."""
+    """Returns the part of a backend that runs the attention of TARGET_VERIFY."""
+    if isinstance(backend, HybridLinearAttnBackend):
+        backend = backend.full_attn_backend
     return backend.decode_backend if isinstance(backend, HybridAttnBackend) else backend
 
 

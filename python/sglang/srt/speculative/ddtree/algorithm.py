@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
+def keeps_no_state_per_node() -> bool:
+    """Returns whether recurrent layers are verified without a stored state per node: if DDTREE serves."""
+    return get_spec().speculative_algorithm == "DDTREE"
+
+
 class DDTreeAlgorithm(CustomSpecAlgo):
     """Answers the scheduler as DFLASH does, except for the width of a target verify."""
 

@@ -144,4 +144,6 @@ class ForwardStep:
         accepted = Accepted.allocate(self.bs, worker.block_size, worker.device)
         accept_path(self.trees, target.view(self.bs, worker.num_nodes), accepted)
         worker.commit(self.hidden, accepted, self.window[:, : worker.block_size], self.slots)
+        if worker.recurrent is not None:
+            worker.recurrent.commit(self.batch, self.prefix_lens, accepted)
         return accepted, self.prefix_lens + accepted.lengths

@@ -22,6 +22,7 @@ def kv_buffers(pool: KVCache) -> KVBuffers:
     Raises:
         ValueError: a layer keeps more than one row per slot, or has slots of its own.
     """
+    pool = getattr(pool, "full_kv_pool", pool)  # of a target with recurrent layers
     name = type(pool).__name__
     if getattr(pool, "is_quantized_kv_cache", False):
         raise ValueError(

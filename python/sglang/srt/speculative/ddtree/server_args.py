@@ -94,6 +94,8 @@ REFUSALS = (
     Refusal("speculative_adaptive", (False,), "the verify graphs have one width"),
     Refusal("speculative_draft_window_size", (None,), "the drafter uses the target's slots"),
     Refusal("disaggregation_mode", ("null",), "the drafter's KV is not transferred"),
+    Refusal("enable_linear_replayssm", (False,), "recurrent states are committed by path, not by decoding step"),
+    Refusal("enable_linear_replayssm_spec", (False,), "it replays one chain of tokens, not the path of a tree"),
     Refusal("enable_deterministic_inference", (False,), "tree verify is not batch-invariant"),
 )  # fmt: skip
 DEVICE_REFUSALS = {
@@ -259,8 +261,11 @@ def resolve_widths(args: ServerArgs) -> None:
         ValueError: a width outside the limits of the tree ops.
     """
     # Here and not above: the plug-in is imported by every process, and this import loads the op libraries.
-    from sgl_kernel.ddtree import MAX_CANDIDATES, MAX_DEPTH, MAX_NODES
+    from sgl_kernel.ddtree import MAX_CANDIDATES, MAX_DEPTH, MAX_NODES, MAX_RECURRENT_NODES
+    from sglang.srt.configs.hybrid_arch import mambaish_config
 
+    recurrent = _device(args) == "cuda" and mambaish_config(model_config_of(args)) is not None
+    max_nodes = MAX_RECURRENT_NODES if recurrent else MAX_NODES
     block_size = args.speculative_dflash_block_size
     if block_size is None:
         block_size = _drafter_block_size(args)
@@ -271,13 +276,14 @@ def resolve_widths(args: ServerArgs) -> None:
     if num_candidates is None:
         num_candidates = DEFAULT_NUM_CANDIDATES
     for flag, value, low, high in (
-        ("--speculative-num-draft-tokens", num_nodes, 2, MAX_NODES),
+        ("--speculative-num-draft-tokens", num_nodes, 2, max_nodes),
         ("--speculative-dflash-block-size", block_size, 2, MAX_DEPTH + 1),
         ("--speculative-eagle-topk", num_candidates, 1, MAX_CANDIDATES),
     ):
         if not low <= value <= high:
             raise ValueError(
-                f"DDTREE: {flag}: expected {low} to {high}, got {value}: the tree ops support no more."
+                f"DDTREE: {flag}: expected {low} to {high}, got {value}: the tree ops support no more"
+                f"{' with recurrent layers' if high == MAX_RECURRENT_NODES else ''}."
             )
     if block_size > num_nodes:
         logger.warning(

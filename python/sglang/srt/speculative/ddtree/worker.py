@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sgl_kernel.ddtree import Accepted, KVBuffers, commit_path
-from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.attention.ddtree_backend import (
     difference_table,
     with_block_attention,
@@ -24,6 +23,7 @@ from sglang.srt.speculative.ddtree.forward_step import ForwardStep
 from sglang.srt.speculative.ddtree.kv_pool import kv_buffers
 from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader
 from sglang.srt.speculative.ddtree.penalties import OutputPenalties
+from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates, recurrent_gaps
 from sglang.srt.speculative.ddtree.sampling import constrain, target_tokens
 from sglang.srt.speculative.ddtree.seeds import follow_seeds, seeded
 from sglang.srt.speculative.ddtree.step_graphs import StepGraphs
@@ -72,6 +72,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self._refuse_models()
         refuse_updates(self.draft_model)
         follow_seeds(self.model_runner.sampler)
+        self.recurrent = RecurrentStates.of(self.model_runner, self.num_nodes)
         if self.model_runner.sliding_window_size is None:
             # The attention backends read it next. Some models (Laguna, MiMo-V2) do not set it: upstream takes
             # it from the KV pool of the layers with a window, which DDTREE does not make
@@ -91,10 +92,10 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _refuse_models(self) -> None:
         """Raises ValueError for a target or a drafter that DDTREE cannot serve."""
-        if mambaish_config(self.model_runner.model_config) is not None:
+        if gaps := "; ".join(recurrent_gaps(self.model_runner, self.num_nodes)):
             raise ValueError(
-                "DDTREE: target model: expected attention layers only, got recurrent layers, whose state "
-                "follows one chain of tokens and not the paths of a tree: serve it without DDTREE."
+                f"DDTREE: target model: expected recurrent layers that the tree ops cover, got {gaps}: serve it "
+                "without DDTREE."
             )
         if self.selector is not None or self.lilicorr is not None or self._is_domino:
             raise ValueError(
@@ -157,8 +158,11 @@ class DDTreeWorker(DFlashWorkerV2):
             self.model_runner,
             mode=get_spec().speculative_ddtree_verify,
             num_nodes=self.num_nodes,
+            recurrent=self.recurrent,
             graph_ancestors=self.builder.trees.ancestors,
         )
+        if self.recurrent is not None:
+            self.recurrent.log_memory()
         self.draft_model_runner.attn_backend = with_block_attention(
             self.draft_model_runner.attn_backend, self.draft_model_runner, block_size=self.block_size
         )

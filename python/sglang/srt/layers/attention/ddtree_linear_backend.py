@@ -1,0 +1,183 @@
+"""The recurrent layers of DDTREE's verify pass, as wrappers around the server's linear-attention backends.
+
+A wrapper runs TARGET_VERIFY with the recurrent tree ops of sgl_kernel.ddtree. Prefill, decode and graph buffers are
+unchanged. Upstream's verify keeps a state per node; these keep the nodes' inputs (see RecurrentStates).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sgl_kernel.ddtree import ChannelDelta, GatedDelta, StateSpace
+from sglang.srt.layers.attention.ddtree_wrap import wrap
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend, MambaAttnBackendBase
+from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
+
+if TYPE_CHECKING:
+    from sgl_kernel.ddtree.recurrent import Gate
+    from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates
+
+# Ancestor words of a verify, [bs * N, words] int64, from bs * N.
+AncestorsOf = Callable[[int], torch.Tensor]
+
+
+class RecurrentVerifyMixin(MambaAttnBackendBase):
+    """Runs TARGET_VERIFY with the recurrent tree ops. The backend that it is mixed into does everything else."""
+
+    def init_recurrent_verify(self, states: RecurrentStates, ancestors_of: AncestorsOf) -> None:
+        self.tree_states = states
+        self.tree_ancestors_of = ancestors_of
+        self.topk = (
+            0  # with more than 1, upstream copies the links of an EAGLE tree, which DDTREE does not make
+        )
+        self.accept_lens_pool = None  # KDA: with it, prefill writes states per node
+
+    def _nodes(self, forward_batch: ForwardBatch, tokens: int) -> dict[str, torch.Tensor]:
+        """Returns the slots and ancestor words of a verify's `tokens` nodes."""
+        num_nodes = forward_batch.spec_info.draft_token_num
+        return dict(
+            slots=self.forward_metadata.mamba_cache_indices[: tokens // num_nodes],
+            ancestors=self.tree_ancestors_of(tokens),
+        )
+
+
+class LinearAttentionVerify(RecurrentVerifyMixin):
+    """Tree verify of the backends whose layers are RadixLinearAttention."""
+
+    def _gate(self, layer: RadixLinearAttention, a: torch.Tensor, b: torch.Tensor) -> Gate:
+        """Returns the layer's gate, of the kind that the tree ops expect. a and b are the model's."""
+        raise NotImplementedError
+
+    def forward_extend(
+        self, layer: RadixLinearAttention, forward_batch: ForwardBatch, mixed_qkv: torch.Tensor,
+        a: torch.Tensor, b: torch.Tensor, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        if not forward_batch.forward_mode.is_target_verify():
+            return super().forward_extend(
+                layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs
+            )
+        nodes = self._nodes(forward_batch, len(mixed_qkv))
+        convolved = self.tree_states.convolve(
+            mixed_qkv,
+            layer.layer_id,
+            weight=layer.conv_weights,
+            bias=layer.bias,
+            activation=layer.activation,
+            **nodes,
+        )
+        q, k, v = convolved.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
+        out = self.tree_states.verify(
+            q.unflatten(-1, (layer.num_q_heads, layer.head_q_dim)),
+            k.unflatten(-1, (layer.num_k_heads, layer.head_k_dim)),
+            v.unflatten(-1, (layer.num_v_heads, layer.head_v_dim)),
+            self._gate(layer, a, b),
+            layer.layer_id,
+            normalize=True,
+            **nodes,
+        )
+        return out[None]
+
+
+class GDNTreeVerify(LinearAttentionVerify, GDNAttnBackend):
+    """Tree verify of GDN layers."""
+
+    def _gate(self, layer: RadixLinearAttention, a: torch.Tensor, b: torch.Tensor) -> GatedDelta:
+        return GatedDelta(a=a, b=b, a_log=layer.A_log, dt_bias=layer.dt_bias)
+
+
+class KDATreeVerify(LinearAttentionVerify, KDAAttnBackend):
+    """Tree verify of KDA layers, whose decay is per key channel."""
+
+    def _gate(self, layer: RadixLinearAttention, a: torch.Tensor, b: torch.Tensor) -> ChannelDelta:
+        heads, size = layer.num_v_heads, layer.head_k_dim
+        return ChannelDelta(
+            a=a.reshape(-1, heads, size),
+            b=b.reshape(-1, heads),
+            a_log=layer.A_log.flatten(),
+            dt_bias=layer.dt_bias.view(heads, size),
+            lower_bound=layer.lower_bound,
+        )
+
+
+class Mamba2TreeVerify(RecurrentVerifyMixin, Mamba2AttnBackend):
+    """Tree verify of Mamba2 layers, which hand their whole layer to the backend."""
+
+    def forward(
+        self, mixer: MambaMixer2, hidden_states: torch.Tensor, output: torch.Tensor | None, layer_id: int,
+        forward_batch: ForwardBatch, mup_vector: torch.Tensor | None = None,
+        use_triton_causal_conv: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        if not forward_batch.forward_mode.is_target_verify():
+            return super().forward(
+                mixer, hidden_states, output, layer_id, forward_batch, mup_vector, use_triton_causal_conv
+            )
+        nodes = self._nodes(forward_batch, len(hidden_states))
+        ranks, groups = mixer.tp_size, mixer.n_groups // mixer.tp_size
+        projected, _ = mixer.in_proj(hidden_states)
+        if mup_vector is not None:
+            projected = projected * mup_vector
+        width = mixer.intermediate_size // ranks
+        gate, inputs, dt = projected.split([width, mixer.conv_dim // ranks, mixer.num_heads // ranks], dim=-1)
+        convolved = self.tree_states.convolve(
+            inputs,
+            layer_id,
+            weight=mixer.conv1d.weight.squeeze(1),
+            bias=mixer.conv1d.bias,
+            activation=mixer.activation,
+            **nodes,
+        )
+        x, b, c = convolved.split([width, *[mixer.groups_ssm_state_size // ranks] * 2], dim=-1)
+        out = self.tree_states.verify(
+            c.unflatten(-1, (groups, -1)),
+            b.unflatten(-1, (groups, -1)),
+            x.unflatten(-1, (-1, mixer.head_dim)),
+            StateSpace(dt=dt, a=mixer.A, dt_bias=mixer.dt_bias, d=mixer.D),
+            layer_id,
+            scale=1.0,
+            **nodes,
+        )
+        result, _ = mixer.out_proj(mixer.norm(out.flatten(1), gate))
+        if output is not None:
+            output[: len(result)].copy_(result)
+        return result
+
+
+# By the exact class: a subclass would lose its overrides.
+WRAPPERS: dict[type[MambaAttnBackendBase], type[RecurrentVerifyMixin]] = {
+    GDNAttnBackend: GDNTreeVerify,
+    KDAAttnBackend: KDATreeVerify,
+    Mamba2AttnBackend: Mamba2TreeVerify,
+}
+
+
+def with_recurrent_verify(
+    backend: MambaAttnBackendBase, states: RecurrentStates, ancestors_of: AncestorsOf
+) -> MambaAttnBackendBase:
+    """Wraps a linear-attention backend so that it runs TARGET_VERIFY on trees, and everything else as before.
+
+    Args:
+        backend: upstream's, after its construction and before graph capture.
+        states: the target's.
+        ancestors_of: gives the ancestor words of a verify.
+
+    Returns:
+        The backend to use instead.
+
+    Raises:
+        ValueError: tree verify cannot wrap the backend.
+    """
+    wrapper = WRAPPERS.get(type(backend))
+    if wrapper is None:
+        raise ValueError(
+            "DDTREE: target model: expected recurrent layers that run on one of "
+            f"{[known.__name__ for known in WRAPPERS]}, got {type(backend).__name__}: serve it without DDTREE."
+        )
+    wrapped = wrap(wrapper, backend)
+    wrapped.init_recurrent_verify(states, ancestors_of)
+    return wrapped
