@@ -55,7 +55,7 @@ def write_configs(
     """Write the configs of a target and a drafter; return the engine arguments that name them."""
     common = dict(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        head_dim=hidden // heads, vocab_size=vocabulary, max_position_embeddings=32768, rms_norm_eps=1e-5,
+        head_dim=hidden // heads, vocab_size=vocabulary, max_position_embeddings=131072, rms_norm_eps=1e-5,
         rope_theta=500000.0, hidden_act="silu", attention_bias=False, tie_word_embeddings=False, dtype="bfloat16",
         bos_token_id=0, eos_token_id=1,
     )  # fmt: skip

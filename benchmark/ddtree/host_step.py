@@ -1,12 +1,16 @@
 """Measures host and device time of a decode step by stage: plain decoding, DFLASH and DDTREE in one run.
 
-It runs engines (support.engine) with graphs and overlap scheduling, without HTTP and tokenizer. All engines start
-together; then one is measured at a time while the others are idle. A first pass times the stages on the host. A second
-pass, under torch's profiler, counts launches and gives the device time of each stage. The profiler slows the host down,
-so no host time is taken from it.
+It runs engines (support.engine) with graphs and overlap scheduling, without HTTP and tokenizer. A group of engines
+starts together; then one is measured at a time while the others are idle. A first pass times the stages on the host. A
+second pass, under torch's profiler, counts launches and gives the device time of each stage. The profiler slows the host
+down, so no host time is taken from it. With --rounds, every engine of the group is measured once per round, so that
+other work on the host slows all of them alike.
 
     PYTHONPATH=test python -m benchmark.ddtree.host_step --model DIR --drafter DIR
+    PYTHONPATH=test python -m benchmark.ddtree.host_step --model DIR --drafter DIR --rounds 10 --no-profile
     PYTHONPATH=test python -m benchmark.ddtree.host_step --shape 8b --contexts 4096 --topic 8b-step
+
+The prompts of a shape are not computed: their KV is random, as the weights are.
 """
 
 from __future__ import annotations
@@ -15,10 +19,13 @@ import argparse
 import ast
 import datetime
 import json
+import math
 import multiprocessing
+import statistics
 import sys
 import tempfile
 import threading
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -90,51 +97,93 @@ def profile(engine: Engine, stages: Stages, prompts: list[list[int]]) -> dict[st
         return read_trace(path, SKIPPED_STEPS // 2)
 
 
+def fill_cache(engine: Engine, prompts: list[list[int]]) -> None:
+    """Puts the prompts into the radix cache with random KV, of target and drafter.
+
+    A prefill of sixteen prompts of 32,768 tokens takes half a minute per engine, and no step time depends on its values.
+
+    Raises:
+        RuntimeError: the KV pool is too small.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    scheduler = engine.scheduler
+    runners = [scheduler.tp_worker.model_runner]
+    if scheduler.draft_worker is not None:
+        runners.append(scheduler.draft_worker.draft_model_runner)
+    for runner in runners:
+        for buffer in runner.token_to_kv_pool.k_buffer + runner.token_to_kv_pool.v_buffer:
+            buffer.normal_()
+    allocator = scheduler.token_to_kv_pool_allocator
+    for prompt in prompts:
+        slots = allocator.alloc(len(prompt))
+        if slots is None:
+            raise RuntimeError(
+                f"fill_cache: expected {len(prompt)} free slots, got {allocator.available_size()}"
+            )
+        scheduler.tree_cache.insert(InsertParams(key=RadixKey(array("q", prompt)), value=slots))
+
+
 class Measurement:
-    """Measures one engine. It is the job of an EngineProcess."""
+    """Measures one engine. It is the job of an EngineProcess.
+
+    Args:
+        may_start: event. The engine is created when it is set.
+    """
+
+    def __init__(self, may_start: Any) -> None:
+        self._may_start = may_start
 
     def before(self) -> None:
-        """Skips DFLASH's rehearsal of sampling, for which FlashInfer compiles for two minutes. All answers are greedy."""
+        """Imports what an engine needs, and waits for the group's turn.
+
+        It skips DFLASH's rehearsal of sampling, for which FlashInfer compiles for two minutes. All answers are greedy.
+        """
+        import sglang.srt.managers.scheduler  # noqa: F401
         from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
         DFlashWorkerV2.prewarm_sampling = lambda worker: worker.model_runner.prewarm_sampling()
+        self._may_start.wait()
 
     def __call__(
         self,
         engine: Engine,
         ready: Any,
         turn: Any,
-        batches: dict[str, list[list[int]]],
+        batches: list[dict[str, list[list[int]]]],
         options: argparse.Namespace,
     ) -> list[dict[str, Any]]:
-        """Measures each batch.
+        """Measures each batch of each round.
 
         Args:
             engine: to measure.
-            ready: barrier. Measuring begins when all engines have started.
+            ready: barrier of the group's engines. A round begins when all of them have reached it.
             turn: lock. One engine is measured at a time.
-            batches: prompts of each batch, by its name.
+            batches: prompts of each batch, by its name, of each round.
             options: the command's.
 
         Returns:
-            A row per batch.
+            A row per round and batch.
         """
         if options.shape:
             randomize(engine)
+            fill_cache(engine, max(batches[0].values(), key=lambda prompts: sum(map(len, prompts))))
         stages = Stages()
         watch(engine.scheduler, stages)
-        try:
-            ready.wait(START_SECONDS)
-        except threading.BrokenBarrierError:
-            pass  # another engine did not start
         rows = []
-        with turn:
-            for name, prompts in batches.items():
-                decode(engine, prompts, 2 * SKIPPED_STEPS)  # fills the radix cache with the prompts
-                row = dict(batch=name) | time_stages(engine, stages, prompts, options.tokens)
-                if not options.no_profile:
-                    row["profile"] = profile(engine, stages, prompts)
-                rows.append(row)
+        for i, of_round in enumerate(batches):
+            try:
+                ready.wait(START_SECONDS)
+            except threading.BrokenBarrierError:
+                pass  # another engine did not start
+            with turn:
+                for name, prompts in of_round.items():
+                    decode(engine, prompts, 2 * SKIPPED_STEPS)  # fills the radix cache with the prompts
+                    row = dict(batch=name, round=i) | time_stages(engine, stages, prompts, options.tokens)
+                    if not options.no_profile:
+                        row["profile"] = profile(engine, stages, prompts)
+                    rows.append(row)
         return rows
 
 
@@ -161,15 +210,68 @@ def show(case: str, row: dict[str, Any], kernels: int) -> None:
     sys.stdout.flush()
 
 
-def show_all(rows: list[dict[str, Any]]) -> None:
-    """Prints a line per row: times of a step in microseconds, and tokens per step."""
-    width = max([len(row["case"]) for row in rows], default=0)
-    print(f"\n{'case':{width}}  step us  host us  device us  tokens/step  batch")
+def tokens_per_second(row: dict[str, Any]) -> float:
+    """Returns the tokens that a row's batch emits per second of decoding."""
+    requests = int(row["batch"].split()[1].rstrip(","))
+    return 1e6 * requests * row["tokens_per_step"] / row["step_us"]
+
+
+def median_and_interval(values: list[float]) -> tuple[float, float, float]:
+    """Returns the median, and the ends of an interval that holds the true median with at least 95% confidence.
+
+    The ends are order statistics, so nothing is assumed of the distribution. With fewer than six values they are the
+    least and the greatest one, and confidence is less.
+    """
+    values, n, cut = sorted(values), len(values), 0
+    while sum(math.comb(n, i) for i in range(cut + 2)) <= 0.025 * 2**n:
+        cut += 1
+    return statistics.median(values), values[cut], values[n - 1 - cut]
+
+
+def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row per case and batch: medians over the rounds, each with its interval.
+
+    `ratio_to_CASE` compares tokens per second with the first case and with DFLASH's, round by round.
+    """
+    found = []
+    by_case = {}
     for row in rows:
-        device_us = row.get("profile", {}).get("device_us", float("nan"))
+        by_case.setdefault((row["batch"], row["case"]), {})[row["round"]] = row
+    for (batch, case), of_case in by_case.items():
+        line = dict(case=case, batch=batch, rounds=len(of_case))
+        for field in ("step_us", "host_busy_us", "tokens_per_step"):
+            line[field] = statistics.median(row[field] for row in of_case.values())
+        line["tokens_per_second"] = median_and_interval([tokens_per_second(row) for row in of_case.values()])
+        for other in sorted(
+            {name for of, name in by_case if of == batch and name.split(":")[0] in ("none", "DFLASH")}
+        ):
+            others = by_case[batch, other]
+            shared = of_case.keys() & others.keys()
+            if other != case and shared:
+                ratios = [tokens_per_second(of_case[i]) / tokens_per_second(others[i]) for i in shared]
+                line[f"ratio_to_{other}"] = median_and_interval(ratios)
+        found.append(line)
+    return found
+
+
+def show_all(rows: list[dict[str, Any]], summary: list[dict[str, Any]]) -> None:
+    """Prints a line per case and batch: times of a step in microseconds, tokens per step and second, and ratios."""
+    width = max([len(row["case"]) for row in summary], default=0)
+    device = {(row["case"], row["batch"]): row.get("profile", {}).get("device_us") for row in rows}
+    print(
+        f"\n{'case':{width}}  step us  host us  device us  tokens/step  tokens/s [interval]  batch; ratios of tokens/s"
+    )
+    for row in summary:
+        device_us = device[row["case"], row["batch"]] or float("nan")
+        ratios = [
+            f"{field.removeprefix('ratio_')} {value[0]:.3f} [{value[1]:.3f}, {value[2]:.3f}]"
+            for field, value in row.items()
+            if field.startswith("ratio_")
+        ]
+        speed = "{:.0f} [{:.0f}, {:.0f}]".format(*row["tokens_per_second"])
         print(
             f"{row['case']:{width}} {row['step_us']:8.0f} {row['host_busy_us']:8.0f} {device_us:10.0f} "
-            f"{row['tokens_per_step']:12.2f}  {row['batch']}"
+            f"{row['tokens_per_step']:12.2f}  {speed:>19}  {'; '.join([row['batch'], *ratios])}"
         )
 
 
@@ -201,11 +303,18 @@ def engine_arguments(
     return arguments
 
 
-def batches_of(options: argparse.Namespace) -> dict[str, list[list[int]]]:
-    """Returns the prompts of each batch by its name: given ones for a model, made-up ones for a shape."""
+def batches_of(options: argparse.Namespace, turn: int) -> dict[str, list[list[int]]]:
+    """Returns the prompts of each batch of a round, by its name.
+
+    A model gets given prompts, other ones each round. A shape gets made-up ones, the same ones each round; the shorter
+    ones are prefixes of the longer ones.
+    """
     if not options.shape:
         given = json.loads(options.prompts.read_text())
-        return {f"batch {size}": [given[i % len(given)] for i in range(size)] for size in options.batches}
+        return {
+            f"batch {size}": [given[(turn * size + i) % len(given)] for i in range(size)]
+            for size in options.batches
+        }
     vocabulary = SHAPES[options.shape]["vocabulary"]
     return {
         f"batch {size}, context {context}": [
@@ -245,7 +354,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=160, help="tokens per answer")
-    parser.add_argument("--at-once", type=int, default=4, help="engines that start at a time")
+    parser.add_argument("--at-once", type=int, default=4, help="engines of a group")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each engine of a group is measured")
     parser.add_argument("--kernels", type=int, default=12, help="the longest kernels to print")
     parser.add_argument("--no-profile", action="store_true", help="only time the host")
     parser.add_argument("--device", default="cuda")
@@ -265,9 +375,10 @@ def main() -> None:
     drafted = dict(model_path=options.model, speculative_draft_model_path=options.drafter)
     if options.shape:
         drafted = write_configs(Path(folder.name), **SHAPES[options.shape])
-    batches = batches_of(options)
+    batches = [batches_of(options, i) for i in range(options.rounds)]
     most = max(options.batches)
-    longest = max(len(prompt) for prompts in batches.values() for prompt in prompts) + options.tokens + 512
+    prompts = [prompt for of_round in batches for prompts in of_round.values() for prompt in prompts]
+    longest = max(map(len, prompts)) + options.tokens + 512
     plain = dict(
         model_path=drafted["model_path"], device=options.device, max_running_requests=most,
         max_total_tokens=most * longest, context_length=longest,
@@ -284,14 +395,19 @@ def main() -> None:
     )
     output = options.output or results_path(options.topic, result)
     context = multiprocessing.get_context("spawn" if cuda else "fork")
+    turn = context.Lock()
+    groups = []  # all processes start at once: the imports of a group take place while another one is measured
     for i in range(0, len(options.cases), options.at_once):
         cases = options.cases[i : i + options.at_once]
-        shared = context.Barrier(len(cases)), context.Lock(), batches, options
-        children = [
-            EngineProcess(engine_arguments(case, plain, drafted, options.backend), Measurement(), *shared)
+        may_start, ready = context.Event(), context.Barrier(len(cases))
+        groups.append((may_start, [
+            (case, EngineProcess(engine_arguments(case, plain, drafted, options.backend), Measurement(may_start), ready,
+                                 turn, batches, options))
             for case in cases
-        ]
-        for case, child in zip(cases, children):
+        ]))  # fmt: skip
+    for may_start, children in groups:
+        may_start.set()
+        for case, child in children:
             try:
                 rows = child.result(START_SECONDS + 240)
             except RuntimeError as error:
@@ -299,9 +415,11 @@ def main() -> None:
                 continue
             for row in rows:
                 result["results"].append(dict(case=case) | row)
-                show(case, row, options.kernels)
+                if options.rounds == 1:
+                    show(case, row, options.kernels)
+            result["summary"] = summarize(result["results"])
             save(result, output)  # the next engine may run into a time limit
-    show_all(result["results"])
+    show_all(result["results"], result.get("summary", []))
     print(f"\n{output}")
 
 

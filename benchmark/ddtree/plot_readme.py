@@ -1,11 +1,10 @@
-"""Draws the README's picture from a results file of bench_server.py: accept length and tokens/s.
+"""Draws the README's picture from two results files of host_step.py: the demo model and the shape of an 8B model.
 
     python3 -m venv /tmp/plot && /tmp/plot/bin/pip install matplotlib
     /tmp/plot/bin/python -m benchmark.ddtree.plot_readme \\
-        benchmark/ddtree/results/h200-2026-11-30-3fd3515-servers.json docs/images/ddtree-vs-dflash.png
+        benchmark/ddtree/results/DEMO.json benchmark/ddtree/results/SHAPE.json docs/images/ddtree-vs-dflash.png
 
-A bar is the mean over the rounds of the measurement. A dot is one round. The picture needs only matplotlib,
-which is not part of the CPU profile.
+The picture needs only matplotlib, which is not part of the CPU profile.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import argparse
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -25,70 +25,95 @@ from matplotlib.axes import Axes
 CASES = {
     "none": ("plain", "#9a9a9a"),
     "DFLASH": ("DFLASH", "#d9822b"),
-    "DDTREE:8": ("N=8", "#a9cbe8"),
     "DDTREE:16": ("N=16", "#74a9d8"),
-    "DDTREE:32": ("N=32", "#3f83c1"),
-    "DDTREE:64": ("N=64", "#1f5a94"),
+    "DDTREE:32": ("N=32", "#1f5a94"),
 }
+CONTEXT = 4096  # of the shape's steps
 
 
-def draw_bars(axes: Axes, rows: list[dict], field: str, title: str, *, digits: int, top: float) -> None:
+def draw_bars(
+    axes: Axes, values: dict[str, float], title: str, *, digits: int, top: float,
+    intervals: dict[str, tuple[float, float]] | None = None, dots: dict[str, list[float]] | None = None,
+) -> None:  # fmt: skip
     """Draw one bar per case.
 
     Args:
         axes: where to draw.
-        rows: rows of the results file at one batch size, one per case and round.
-        field: the rows' field to draw.
+        values: height of each case's bar. Cases without one are left out.
         title: title of the axes.
         digits: digits after the point in a bar's label.
         top: upper end of the y axis, which starts at 0.
+        intervals: ends of each case's error bar.
+        dots: single measurements of each case.
     """
-    for x, (case, (_, color)) in enumerate(CASES.items()):
-        rounds = [row[field] for row in rows if row["case"] == case]
-        mean = statistics.mean(rounds)
-        axes.bar(x, mean, color=color, width=0.8)
-        axes.scatter([x] * len(rounds), rounds, color="black", s=7, zorder=3)
-        axes.annotate(
-            f"{mean:.{digits}f}",
-            (x, max(rounds)),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-        )
+    cases = [case for case in CASES if case in values]
+    for x, case in enumerate(cases):
+        value, highest = values[case], values[case]
+        axes.bar(x, value, color=CASES[case][1], width=0.8)
+        if dots:
+            axes.scatter([x] * len(dots[case]), dots[case], color="black", s=5, zorder=3, alpha=0.6)
+            highest = max(highest, *dots[case])
+        if intervals:
+            low, high = intervals[case]
+            axes.errorbar(x, value, [[value - low], [high - value]], color="black", capsize=4, linewidth=1.2)
+            highest = max(highest, high)
+        label = f"{value:.{digits}f}"
+        axes.annotate(label, (x, highest), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9)
     axes.set_title(title, fontsize=10)
-    axes.set_xticks(range(len(CASES)), [label for label, _ in CASES.values()], fontsize=8)
+    axes.set_xticks(range(len(cases)), [CASES[case][0] for case in cases], fontsize=9)
     axes.set_ylim(0, top)
     axes.tick_params(axis="y", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(results: dict, origin: str, target: Path) -> None:
+def draw_demo(accept: Axes, speed: Axes, results: dict[str, Any]) -> None:
+    """Draw accept length and tokens/s of the demo model at batch 1."""
+    rows = [row for row in results["results"] if row["case"] in CASES]
+    lengths = {case: [row["tokens_per_step"] for row in rows if row["case"] == case] for case in CASES}
+    # Every round emits the same number of tokens, so tokens per step over all rounds is the harmonic mean.
+    means = {case: statistics.harmonic_mean(found) for case, found in lengths.items() if found}
+    top = 1.12 * max(max(found) for found in lengths.values())
+    draw_bars(accept, means, "demo model, batch 1: accept length", digits=2, top=top, dots=lengths)
+    summary = {row["case"]: row["tokens_per_second"] for row in results["summary"] if row["case"] in CASES}
+    draw_bars(
+        speed, {case: found[0] for case, found in summary.items()}, "demo model, batch 1: tokens/s", digits=0,
+        top=1.12 * max(found[2] for found in summary.values()),
+        intervals={case: (found[1], found[2]) for case, found in summary.items()},
+    )  # fmt: skip
+
+
+def draw(demo: tuple[str, dict[str, Any]], shape: tuple[str, dict[str, Any]], target: Path) -> None:
     """Draw the whole picture.
 
     Args:
-        results: results of bench_server.py.
-        origin: name of the results file, for the caption.
+        demo: name and content of the results file of the demo model.
+        shape: name and content of the results file of the shape.
         target: image file to write.
     """
-    rows = results["results"]
-    batches = sorted({row["batch"] for row in rows})
-    figure, grid = plt.subplots(2, len(batches), figsize=(10, 5.6))
-    longest = max(row["accept_length"] for row in rows)  # one scale for all batch sizes
-    for column, batch in enumerate(batches):
-        at_batch = [row for row in rows if row["batch"] == batch]
-        fastest = max(row["tokens_per_second"] for row in at_batch)
-        title = f"accept length, batch {batch}"
-        draw_bars(grid[0][column], at_batch, "accept_length", title, digits=2, top=1.15 * longest)
-        title = f"tokens/s, batch {batch}"
-        draw_bars(grid[1][column], at_batch, "tokens_per_second", title, digits=0, top=1.15 * fastest)
+    figure = plt.figure(figsize=(10, 6.2))
+    grid = figure.add_gridspec(2, 6)
+    draw_demo(figure.add_subplot(grid[0, :3]), figure.add_subplot(grid[0, 3:]), demo[1])
+    steps: dict[int, dict[str, float]] = {}
+    for row in shape[1]["summary"]:
+        name, context = row["batch"].split(", context ")
+        if int(context) == CONTEXT:
+            steps.setdefault(int(name.split()[1]), {})[row["case"]] = row["step_us"] / 1000
+    for column, (batch, times) in enumerate(sorted(steps.items())):
+        title = f"8B shape, batch {batch}: ms per step"
+        axes = figure.add_subplot(grid[1, 2 * column : 2 * column + 2])
+        draw_bars(axes, times, title, digits=1, top=1.15 * max(times.values()))
+    rounds = demo[1]["summary"][0]["rounds"]
     figure.suptitle("DDTREE with a verify tree of N nodes, against DFLASH and plain decoding", fontsize=12)
     caption = (
-        f"SmolLM2-135M-Instruct, demo drafter, greedy, {results['dtype']}, one {results['gpu']}, "
-        f"commit {results['commit'][:7]}. Bar: mean of the rounds. Dot: one round. {origin}"
+        f"One {demo[1]['gpu']}, the full CUDA profile (torch {demo[1]['torch']}), greedy, in bfloat16. DFLASH and plain "
+        "decoding run on fa3.\n"
+        f"Top: SmolLM2-135M-Instruct with the demo drafter, {rounds} interleaved rounds with one prompt each. "
+        "Dot: one round. Error bar: 95% interval of the median.\n"
+        f"Bottom: Llama-3.1-8B's shape with random weights, context {CONTEXT:,}. It shows the cost of a step, not "
+        f"the speed of a model.\n{demo[0]}, {shape[0]}"
     )
-    figure.text(0.5, 0.012, caption, ha="center", fontsize=7, color="#555555")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.text(0.5, 0.008, caption, ha="center", fontsize=7, color="#555555")
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=100)
 
@@ -97,10 +122,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, help="results file of bench_server.py")
+    parser.add_argument("demo", type=Path, help="results file of host_step.py with the demo model, in rounds")
+    parser.add_argument("shape", type=Path, help="results file of host_step.py with --shape")
     parser.add_argument("target", type=Path, help="PNG or SVG file to write")
     args = parser.parse_args()
-    draw(json.loads(args.results.read_text()), args.results.name, args.target)
+    demo, shape = ((path.name, json.loads(path.read_text())) for path in (args.demo, args.shape))
+    draw(demo, shape, args.target)
 
 
 if __name__ == "__main__":

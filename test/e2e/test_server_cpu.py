@@ -83,6 +83,12 @@ class TestServerCpu(CustomTestCase):
         self.assertGreater(len(pieces), 5)
         self.assertEqual("".join(pieces), whole)
 
+    def test_responses_api_answers(self):
+        body = {"model": self.model, "input": QUESTION, "temperature": 0, "max_output_tokens": 32}
+        with request("/v1/responses", body) as response:
+            answer = json.load(response)
+        self.assertIn("def ", answer["output"][0]["content"][0]["text"])
+
     def test_generate_continues_the_prompt(self):
         body = {
             "text": "The capital of France is",

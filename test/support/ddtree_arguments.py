@@ -18,7 +18,10 @@ MODEL = dict(
     num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=64, vocab_size=16,
     max_position_embeddings=512, dtype="float32",
 )  # fmt: skip
-DRAFTER = MODEL | dict(architectures=["DFlashDraftModel"], model_type="qwen3", block_size=8)
+DRAFTER = MODEL | dict(
+    architectures=["DFlashDraftModel"], model_type="qwen3", block_size=8,
+    dflash_config=dict(target_layer_ids=[0, 2], mask_token_id=1),
+)  # fmt: skip
 
 
 class ArgumentsCase(CustomTestCase):
@@ -29,6 +32,7 @@ class ArgumentsCase(CustomTestCase):
         for path, config in ((self.model, MODEL), (self.drafter, DRAFTER)):
             path.mkdir()
             (path / "config.json").write_text(json.dumps(config))
+            (path / "model.safetensors").touch()  # nothing is loaded
 
     def resolve(self, **arguments: Any) -> ServerArgs:
         """Return the resolved arguments of a CPU server with DDTREE."""

@@ -31,16 +31,18 @@ class ServerChecks:
     Attributes:
         device: the server's device.
         flags: further flags of the server.
+        target: folder of the model that it serves.
     """
 
     device = "cpu"
     flags = ("--mem-fraction-static", "0.1")
+    target: str
 
     @classmethod
     def setUpClass(cls) -> None:
-        _, target, drafter = write_models_for(cls)
+        _, cls.target, drafter = write_models_for(cls)
         process = popen_launch_server(
-            target,
+            cls.target,
             URL,
             timeout=400,
             device=cls.device,
@@ -157,6 +159,31 @@ class ServerChecks:
         self.assertEqual(answer.status_code, 400)
         self.assertIn("DDTREE does not support custom_logit_processor", answer.text)
         self.assertEqual(self.generate().status_code, 200)
+
+    def test_seed(self) -> None:
+        """A seed repeats a sampled answer. Several answers of one seed are refused."""
+        sampled = {"temperature": 2.0, "max_new_tokens": 20}
+        seeds = (5, 5, 6, None, None)
+        answers = [
+            tuple(self.generate(sampling_params=sampled | {"sampling_seed": seed}).json()["output_ids"])
+            for seed in seeds
+        ]
+        self.assertEqual(answers[0], answers[1])
+        self.assertEqual(len(set(answers)), 4)
+        refused = self.generate(sampling_params=sampled | {"sampling_seed": 5, "n": 3})
+        self.assertEqual(refused.status_code, 400)
+        self.assertIn("DDTREE does not support a seed with n > 1", refused.text)
+        self.assertEqual(self.generate().status_code, 200)
+
+    def test_weight_update(self) -> None:
+        """An update with the target's own weights changes neither answers nor accept length."""
+        before = self.generate().json()
+        body = {"model_path": self.target, "flush_cache": False}
+        answer = requests.post(f"{URL}/update_weights_from_disk", json=body, timeout=300)
+        self.assertTrue(answer.json()["success"], answer.text)
+        after = self.generate().json()
+        self.assertEqual(after["output_ids"], before["output_ids"])
+        self.assertEqual(after["meta_info"]["spec_verify_ct"], before["meta_info"]["spec_verify_ct"])
 
     def test_metrics(self) -> None:
         self.generate()

@@ -4,6 +4,7 @@ import unittest
 from types import SimpleNamespace
 
 from sglang.srt.runtime_context import publish
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.dflash_utils import validate_dflash_request
 from sglang.test.ci.ci_register import register_cpu_ci
 from support.ddtree_arguments import ArgumentsCase
@@ -13,7 +14,10 @@ register_cpu_ci(est_time=12, suite="unit")
 
 class TestRequests(ArgumentsCase):
     def request(self, **parameters):
-        neutral = dict(custom_logit_processor=None, return_sampling_mask=False, return_hidden_states=False)
+        neutral = dict(
+            custom_logit_processor=None, return_sampling_mask=False, return_hidden_states=False,
+            sampling_params=SamplingParams(),
+        )  # fmt: skip
         return SimpleNamespace(**neutral | parameters)
 
     def test_refused_by_name_through_the_seam(self):
@@ -24,6 +28,22 @@ class TestRequests(ArgumentsCase):
         ):  # fmt: skip
             with self.subTest(name):
                 self.assertIn(name, validate_dflash_request(self.request(**{name: value}), False))
+
+    def test_a_seed_with_several_answers(self):
+        publish(self.resolve(), role="scheduler")
+        for text, options in (
+            ("a seed with n > 1 (seed 5, n 3)", dict(sampling_seed=5, n=3)),
+            (None, dict(sampling_seed=5, n=1)),
+            (None, dict(n=3)),
+            (None, dict(sampling_seed=5, n=3, temperature=0)),
+        ):
+            params = SamplingParams(**options)
+            params.normalize(None)
+            found = validate_dflash_request(self.request(sampling_params=params), False)
+            if text is None:
+                self.assertIsNone(found)
+            else:
+                self.assertIn(text, found)
 
     def test_a_refused_processor_does_not_run(self):
         publish(self.resolve(), role="scheduler")

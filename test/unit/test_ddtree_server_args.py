@@ -79,6 +79,46 @@ class TestRefusals(ArgumentsCase):
         )
         self.refused("--speculative-eagle-topk: expected 1 to 32, got 33", speculative_eagle_topk=33)
 
+    def test_zero_is_not_the_default(self):
+        self.refused(
+            "--speculative-num-draft-tokens: expected 2 to 256, got 0", speculative_num_draft_tokens=0
+        )
+        self.refused(
+            "--speculative-dflash-block-size: expected 2 to 33, got 0", speculative_dflash_block_size=0
+        )
+        self.refused("--speculative-eagle-topk: expected 1 to 32, got 0", speculative_eagle_topk=0)
+        self.refused("--speculative-num-steps: expected 1, got 0", speculative_num_steps=0)
+
+    def test_page_size(self):
+        for page_size in (0, -1):
+            self.refused(f"--page-size: expected 1 or more tokens, got {page_size}", page_size=page_size)
+        self.refused(
+            "--page-size: expected a divisor of --chunked-prefill-size, which is 1024, got 3",
+            page_size=3, chunked_prefill_size=1024,
+        )  # fmt: skip
+        self.resolve(page_size=3, chunked_prefill_size=1023)
+        self.resolve(page_size=3, chunked_prefill_size=-1)
+
+    def test_before_upstreams_own_checks(self):
+        """Upstream would name an attention backend, and for another model path a file that is missing."""
+        self.refused("--enable-deterministic-inference: expected False", enable_deterministic_inference=True)
+        self.refused("--pp-size: expected 1, got 2", pp_size=2, model_path=str(self.model / "nothing"))
+
+    def test_own_arguments_without_the_algorithm(self):
+        plain = dict(speculative_algorithm=None, speculative_draft_model_path=None)
+        self.refused(
+            "--speculative-ddtree-verify: expected --speculative-algorithm DDTREE with it, got None",
+            speculative_ddtree_verify="triton", **plain,
+        )  # fmt: skip
+        self.refused(
+            "--speculative-ddtree-top1-path: expected --speculative-algorithm DDTREE with it, got 'NGRAM'",
+            speculative_ddtree_top1_path="keep", **plain | dict(speculative_algorithm="NGRAM"),
+        )  # fmt: skip
+        self.resolve(**plain)
+
+    def test_the_name_of_the_algorithm_in_small_letters(self):
+        self.refused("--pp-size: expected 1, got 2", pp_size=2, speculative_algorithm="ddtree")
+
     def test_draft_attention_backend_on_cuda(self):
         """FlashAttention's reads the draft block as a tree if K is above 1."""
         resolved = resolved_view(self.resolve())
@@ -108,6 +148,7 @@ class TestRefusals(ArgumentsCase):
         for flag, value in (
             ("pp_size", 2),
             ("speculative_draft_window_size", 64),
+            ("enable_hierarchical_cache", True),
             ("enable_return_routed_experts", True),
             ("enable_return_indexer_topk", True),
             ("speculative_accept_threshold_acc", 0.9),
@@ -143,6 +184,11 @@ class TestRefusals(ArgumentsCase):
         self.assertIn("keep the KV of the whole context", logs.output[0])
         with self.assertNoLogs(server_args.logger, "WARNING"):
             self.resolve()
+
+    def test_the_drafter_survives_a_release_of_memory(self):
+        self.assertFalse(resolved_view(self.resolve()).enable_draft_weights_cpu_backup)
+        saving = resolved_view(self.resolve(enable_memory_saver=True))
+        self.assertTrue(saving.enable_draft_weights_cpu_backup)
 
 
 class TestVerifyMemory(ArgumentsCase):

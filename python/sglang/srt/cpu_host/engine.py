@@ -9,6 +9,8 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+from sglang.srt.cpu_host.threads import choose_threads, option_value
+
 ENVIRONMENT_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 
 
@@ -23,21 +25,15 @@ def select_cpu_engine(argv: list[str] | None = None) -> bool:
     Returns:
         Whether the CPU engine is selected.
     """
+    argv = sys.argv[1:] if argv is None else argv
     if ENVIRONMENT_VARIABLE not in os.environ:
-        device = _device_argument(sys.argv[1:] if argv is None else argv)
+        device = option_value(argv, "--device")
         if device == "cpu" or (device is None and _can_only_be_cpu()):
             os.environ[ENVIRONMENT_VARIABLE] = "1"
-    return os.environ.get(ENVIRONMENT_VARIABLE) == "1"
-
-
-def _device_argument(argv: list[str]) -> str | None:
-    device = None
-    for position, argument in enumerate(argv):
-        if argument == "--device" and position + 1 < len(argv):
-            device = argv[position + 1]
-        elif argument.startswith("--device="):
-            device = argument.partition("=")[2]
-    return device  # argparse also takes the last one
+    selected = os.environ.get(ENVIRONMENT_VARIABLE) == "1"
+    if selected:
+        choose_threads(argv)
+    return selected
 
 
 def _can_only_be_cpu() -> bool:

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.runtime_context import get_spec
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
 logger = logging.getLogger(__name__)
 
 READ_EVERY = 200  # verify steps between two readings of the difference
+
+
+def accept_length_so_far(reporter: SchedulerMetricsReporter) -> float | None:
+    """Return the tokens emitted per verify step and request, of all steps since the start.
+
+    Upstream (0.5.23) counts the current log interval (--decode-log-interval) separately, and reports the sum of
+    the complete ones. That is nothing until the first one ends.
+
+    Args:
+        reporter: of the scheduler.
+
+    Returns:
+        The accept length, or None before the first step, or if another algorithm serves.
+    """
+    steps = reporter.spec_total_num_forward_ct + reporter.spec_num_forward_ct
+    if get_spec().speculative_algorithm != "DDTREE" or steps == 0:
+        return None
+    return (reporter.spec_total_num_accept_tokens + reporter.spec_num_accept_tokens) / steps
 
 
 class DDTreeMetrics:

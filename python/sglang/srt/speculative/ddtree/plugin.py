@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
-from sglang.srt.layers.attention.attention_registry import register_attention_backend
-from sglang.srt.speculative.ddtree.algorithm import DDTreeAlgorithm
-from sglang.srt.speculative.ddtree.server_args import CPU_DRAFT_BACKEND, refuse_server_args
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+ALGORITHM = "DDTREE"
+ENTRY_POINT = "ddtree"
 
 
 def register() -> None:
-    """Adds the speculative algorithm DDTREE, and the attention backend that its drafter uses on a CPU."""
+    """Adds the algorithm DDTREE, its checks of arguments, and the backend that its drafter uses on a CPU."""
+    # Imports are in here so that register_on_demand() can report one that fails.
+    from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.speculative.ddtree.algorithm import DDTreeAlgorithm
+    from sglang.srt.speculative.ddtree.drafter import refuse_drafter
+    from sglang.srt.speculative.ddtree.server_args import (
+        CPU_DRAFT_BACKEND,
+        refuse_asked_args,
+        refuse_server_args,
+    )
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+    @register_attention_backend(CPU_DRAFT_BACKEND)
+    def draft_backend(runner: ModelRunner) -> AttentionBackend:
+        from sglang.srt.layers.attention.ddtree_backend import create_draft_backend
+
+        return create_draft_backend(runner)
+
+    add_draft_attention_backend_choices([CPU_DRAFT_BACKEND])
+
+    # Upstream's first step.
+    @register_resolution_hook("handle_deprecated_dp_attention")
+    def check_asked_args(args: ServerArgs, step: Callable[[ServerArgs], None]) -> None:
+        refuse_asked_args(args)
+        step(args)
+
+    # The first step that reads the drafter's configuration.
+    @register_resolution_hook("handle_speculative_decoding")
+    def check_drafter(args: ServerArgs, step: Callable[[ServerArgs], None]) -> None:
+        if (args.speculative_algorithm or "").upper() == ALGORITHM:
+            refuse_drafter(resolving_view(args))
+        step(args)
+
+    # The algorithm is registered last: once its name is known, the whole plug-in is in place.
     @SpeculativeAlgorithm.register(
-        "DDTREE",
+        ALGORITHM,
         supports_overlap=True,
         validate_server_args=refuse_server_args,
         spec_class=DDTreeAlgorithm,
@@ -30,10 +64,37 @@ def register() -> None:
 
         return DDTreeWorker
 
-    @register_attention_backend(CPU_DRAFT_BACKEND)
-    def draft_backend(runner: ModelRunner) -> AttentionBackend:
-        from sglang.srt.layers.attention.ddtree_backend import create_draft_backend
 
-        return create_draft_backend(runner)
+def register_on_demand(name: str) -> CustomSpecAlgo | None:
+    """Registers DDTREE if a process asks for it by name and does not know it yet.
 
-    add_draft_attention_backend_choices([CPU_DRAFT_BACKEND])
+    Upstream loads the plug-ins in some of its processes. Others, such as the tokenizer workers, read the algorithm's
+    name from the server's arguments without having loaded any.
+
+    Args:
+        name: an algorithm that is not registered, in capitals.
+
+    Returns:
+        The algorithm. None if `name` is not DDTREE.
+
+    Raises:
+        ValueError: SGLANG_PLUGINS excludes the plug-in, or the plug-in failed. The text says which.
+    """
+    if name != ALGORITHM:
+        return None
+    from sglang.srt.environ import envs
+    from sglang.srt.speculative.spec_registry import get_spec
+
+    allowed = envs.SGLANG_PLUGINS.get()
+    if allowed and ENTRY_POINT not in (plugin.strip() for plugin in allowed.split(",")):
+        raise ValueError(
+            f"--speculative-algorithm {ALGORITHM}: SGLANG_PLUGINS excludes the plug-in: expected a list with {ENTRY_POINT}, "
+            f"or no SGLANG_PLUGINS, got {allowed!r}"
+        )
+    try:
+        register()
+    except Exception as error:
+        raise ValueError(
+            f"--speculative-algorithm {ALGORITHM}: the plug-in failed with {type(error).__name__}: {error}"
+        ) from error
+    return get_spec(name)

@@ -31,4 +31,10 @@ def refuse_request(req: Req) -> str | None:
         return "DDTREE does not support return_sampling_mask: it samples at every node of a tree."
     if req.return_hidden_states:
         return "DDTREE does not support return_hidden_states: the rows of a tree are not in output order."
+    params = req.sampling_params
+    if params.sampling_seed is not None and params.n > 1 and params.top_k != 1:
+        return (
+            f"DDTREE does not support a seed with n > 1 (seed {params.sampling_seed}, n {params.n}): all answers "
+            "would be the same. Send one request per seed."
+        )
     return None

@@ -1,14 +1,14 @@
 """Which server arguments DDTREE refuses, and how it fills in the rest.
 
-Upstream calls refuse_server_args() and then resolve_server_args() while it resolves the arguments, before it
-loads anything. The arguments are N (--speculative-num-draft-tokens, the nodes of the verify tree), F
+Upstream calls refuse_asked_args(), refuse_server_args() and resolve_server_args(), in this order, while it
+resolves the arguments and before it loads anything. The first one is called before upstream's own checks, so
+that an argument is refused for DDTREE's reason and not for a consequence. The arguments are N (--speculative-num-draft-tokens, the nodes of the verify tree), F
 (--speculative-dflash-block-size, the positions of one draft pass) and K (--speculative-eagle-topk, the
 candidates per draft position).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +17,7 @@ from sglang.srt.arg_groups.overrides import (
     model_config_of,
     post_capture_kv_sizing_planned,
 )
+from sglang.srt.speculative.ddtree.drafter import drafter_config, refuse_path
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -28,6 +29,7 @@ DEFAULT_BLOCK_SIZE = 16  # for a drafter whose config has none
 DEFAULT_NUM_CANDIDATES = 8
 DEFAULT_MAX_RUNNING_REQUESTS = 48  # DFLASH's own default in 0.5.23
 
+OWN_DEFAULTS = {"speculative_ddtree_verify": "native", "speculative_ddtree_top1_path": "auto"}
 CPU_DRAFT_BACKEND = "ddtree"
 BASE_BACKENDS = {"cuda": "triton", "cpu": "torch_native"}  # what tree verify wraps
 DRAFT_BACKENDS = {"cuda": "triton", "cpu": CPU_DRAFT_BACKEND}
@@ -61,7 +63,7 @@ class Refusal(NamedTuple):
     reason: str
 
     def check(self, args: ServerArgs) -> None:
-        """Raises ValueError if the argument has another value."""
+        """Raise ValueError if the argument has another value."""
         value = getattr(args, self.field)
         if value in self.served:
             return
@@ -80,6 +82,7 @@ REFUSALS = (
     Refusal("enable_two_batch_overlap", (False,), "trees are not split with their batch"),
     Refusal("enable_pdmux", (False,), "the verify graph is captured for one stream"),
     Refusal("enable_unified_memory", (False,), "its pool moves whole pages, not single slots"),
+    Refusal("enable_hierarchical_cache", (False,), "it was never tried with the drafter's KV"),
     Refusal("enable_watermark", (False,), "a watermark hashes one chain of tokens, not the paths of a tree"),
     Refusal("enable_return_routed_experts", (False,), "they do not move with the accepted KV"),
     Refusal("enable_return_indexer_topk", (False,), "it does not move with the accepted KV"),
@@ -106,8 +109,50 @@ DEVICE_REFUSALS = {
 }  # fmt: skip
 
 
+def refuse_asked_args(args: ServerArgs) -> None:
+    """Refuse what the user asked for and DDTREE cannot serve. It changes nothing.
+
+    Args:
+        args: the server's arguments as the user gave them. Defaults are not filled in yet.
+
+    Raises:
+        ValueError: names the argument, what DDTREE supports and what came.
+    """
+    if (args.speculative_algorithm or "").upper() != "DDTREE":
+        refuse_own_args(args)
+        return
+    if args.speculative_draft_model_path is None:
+        raise ValueError(
+            "DDTREE: --speculative-draft-model-path: expected the path of a DFlash drafter, got none: DDTREE "
+            "has no drafter of its own."
+        )
+    for refusal in REFUSALS:
+        refusal.check(args)
+    if args.page_size is not None and args.page_size < 1:
+        raise ValueError(f"DDTREE: --page-size: expected 1 or more tokens, got {args.page_size}.")
+    refuse_path(args)
+
+
+def refuse_own_args(args: ServerArgs) -> None:
+    """Refuse DDTREE's own arguments for a server without DDTREE, where they would have no effect.
+
+    Args:
+        args: the arguments of a server without DDTREE.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    for field, default in OWN_DEFAULTS.items():
+        value = getattr(args, field)
+        if value != default:
+            raise ValueError(
+                f"DDTREE: {_flag(field)}: expected --speculative-algorithm DDTREE with it, got "
+                f"{args.speculative_algorithm!r}: without DDTREE, {value!r} has no effect."
+            )
+
+
 def refuse_server_args(args: ServerArgs) -> None:
-    """Refuses arguments that DDTREE cannot serve. It changes nothing.
+    """Refuse arguments that DDTREE cannot serve, as upstream has resolved them. It changes nothing.
 
     Args:
         args: the server's arguments.
@@ -121,11 +166,6 @@ def refuse_server_args(args: ServerArgs) -> None:
             f"DDTREE: --device: expected one of {sorted(BASE_BACKENDS)}, got {args.device!r}: the tree ops "
             "have no other build."
         )
-    if args.speculative_draft_model_path is None:
-        raise ValueError(
-            "DDTREE: --speculative-draft-model-path: expected the path of a DFlash drafter, got none: DDTREE "
-            "has no drafter of its own."
-        )
     if args.grammar_backend == "outlines":
         raise ValueError(
             "DDTREE: --grammar-backend: expected a backend whose grammars can step back from one tree node "
@@ -133,6 +173,12 @@ def refuse_server_args(args: ServerArgs) -> None:
         )
     for refusal in (*REFUSALS, *DEVICE_REFUSALS[device]):
         refusal.check(args)
+    chunk = args.chunked_prefill_size or 0  # 0 or less: prompts are not split
+    if chunk > 0 and chunk % args.page_size:
+        raise ValueError(
+            f"DDTREE: --page-size: expected a divisor of --chunked-prefill-size, which is {chunk}, got "
+            f"{args.page_size}: SGLang splits a prompt at page boundaries only."
+        )
 
 
 def resolve_server_args(args: ServerArgs) -> None:
@@ -152,6 +198,9 @@ def resolve_server_args(args: ServerArgs) -> None:
         args.disable_overlap_schedule = True
     if args.max_running_requests is None:
         args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+    if args.enable_memory_saver:
+        # After a release, an update brings back the target's weights alone: see updated_models().
+        args.enable_draft_weights_cpu_backup = True
     reserve_verify_memory(args)
 
 
@@ -217,9 +266,15 @@ def resolve_widths(args: ServerArgs) -> None:
 
     recurrent = _device(args) == "cuda" and mambaish_config(model_config_of(args)) is not None
     max_nodes = MAX_RECURRENT_NODES if recurrent else MAX_NODES
-    block_size = args.speculative_dflash_block_size or _drafter_block_size(args)
-    num_nodes = args.speculative_num_draft_tokens or max(DEFAULT_NUM_NODES, block_size)
-    num_candidates = args.speculative_eagle_topk or DEFAULT_NUM_CANDIDATES
+    block_size = args.speculative_dflash_block_size
+    if block_size is None:
+        block_size = _drafter_block_size(args)
+    num_nodes = args.speculative_num_draft_tokens
+    if num_nodes is None:
+        num_nodes = max(DEFAULT_NUM_NODES, block_size)
+    num_candidates = args.speculative_eagle_topk
+    if num_candidates is None:
+        num_candidates = DEFAULT_NUM_CANDIDATES
     for flag, value, low, high in (
         ("--speculative-num-draft-tokens", num_nodes, 2, max_nodes),
         ("--speculative-dflash-block-size", block_size, 2, MAX_DEPTH + 1),
@@ -258,7 +313,7 @@ def resolve_widths(args: ServerArgs) -> None:
 
 
 def force_single_kv_pool(args: ServerArgs) -> None:
-    """Gives all layers one KV pool.
+    """Give all layers one KV pool.
 
     Upstream gives layers with a sliding window a separate pool with separate slots. Accepted KV is
     moved by slot, the same slot in every layer. In the single pool, every layer keeps the KV of the whole
@@ -318,24 +373,18 @@ def reserve_verify_memory(args: ServerArgs) -> None:
 
 
 def _device(args: ServerArgs) -> str:
-    """Returns the type of the device, without an index."""
+    """Return the type of the device, without an index."""
     return args.device.split(":")[0]
 
 
 def _flag(field: str) -> str:
-    """Returns the flag that sets a field of ServerArgs."""
+    """Return the flag that sets a field of ServerArgs."""
     return "--" + field.replace("_", "-")
 
 
 def _drafter_block_size(args: ServerArgs) -> int:
-    """Returns the F of the drafter's config."""
+    """Return the F of the drafter's config."""
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
-    from sglang.srt.utils.hf_transformers_utils import get_config
 
-    config = get_config(
-        args.speculative_draft_model_path,
-        trust_remote_code=args.trust_remote_code,
-        revision=args.speculative_draft_model_revision,
-        model_override_args=json.loads(args.json_model_override_args),
-    )
-    return parse_dflash_draft_config(draft_hf_config=config).resolve_block_size(default=DEFAULT_BLOCK_SIZE)
+    config = parse_dflash_draft_config(draft_hf_config=drafter_config(args))
+    return config.resolve_block_size(default=DEFAULT_BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""Ends a request in the right place when one step emits several tokens."""
+"""Ends a request in the right place when one step emits several tokens, and counts up to there."""
 
 from __future__ import annotations
 
@@ -48,3 +48,20 @@ def stop_at_first(req: Req, emitted: int) -> bool:
         req._cap_finished_len_at_max_new_tokens()
     output.extend(tokens[len(output) - before :])  # the KV of the rest is committed too
     return req.finished()
+
+
+def count_to_the_end(req: Req) -> None:
+    """Take back the reasoning tokens that were counted past a request's end.
+
+    Upstream (0.5.23) counts all tokens of a step, and then finds out that the request ended at one of them.
+    Reasoning comes first in an answer, so at most as many tokens as the answer has are reasoning.
+
+    Args:
+        req: before its output is sent. Nothing happens if it goes on, or if another algorithm serves.
+    """
+    if not req.finished() or get_spec().speculative_algorithm != "DDTREE":
+        return
+    end = len(req.output_ids_through_stop)
+    # A model may open its reasoning itself. Without the whole opening tag, nothing is reasoning.
+    is_opened = end >= req._think_start_match_len
+    req.reasoning_tokens = min(req.reasoning_tokens, end) if is_opened else 0

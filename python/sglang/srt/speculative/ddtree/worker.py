@@ -25,8 +25,10 @@ from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReade
 from sglang.srt.speculative.ddtree.penalties import OutputPenalties
 from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates, recurrent_gaps
 from sglang.srt.speculative.ddtree.sampling import constrain, target_tokens
+from sglang.srt.speculative.ddtree.seeds import follow_seeds, seeded
 from sglang.srt.speculative.ddtree.step_graphs import StepGraphs
 from sglang.srt.speculative.ddtree.tree_builder import TreeBuilder
+from sglang.srt.speculative.ddtree.weights import refuse_updates
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
@@ -68,6 +70,8 @@ class DDTreeWorker(DFlashWorkerV2):
         with spec.override(speculative_num_draft_tokens=spec.speculative_dflash_block_size):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self._refuse_models()
+        refuse_updates(self.draft_model)
+        follow_seeds(self.model_runner.sampler)
         self.recurrent = RecurrentStates.of(self.model_runner, self.num_nodes)
         if self.model_runner.sliding_window_size is None:
             # The attention backends read it next. Some models (Laguna, MiMo-V2) do not set it: upstream takes
@@ -284,9 +288,11 @@ class DDTreeWorker(DFlashWorkerV2):
             batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle()
         )
         if is_decode:
-            return self._decode(batch, on_publish, grammar_barrier)
+            with seeded(batch):
+                return self._decode(batch, on_publish, grammar_barrier)
         penalized = self.penalties.begin(batch)
-        result = super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+        with seeded(batch):
+            result = super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
         if penalized is not None:
             self.penalties.count(batch.req_pool_indices, result.next_token_ids[:, None].long())
         return result

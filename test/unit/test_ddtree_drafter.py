@@ -1,0 +1,200 @@
+"""Which drafters are refused before any weights are read."""
+
+import http.server
+import json
+import tempfile
+import threading
+import unittest
+from pathlib import Path
+from unittest import mock
+
+from sglang.srt.models import dflash
+from sglang.srt.speculative.ddtree import drafter
+from sglang.test.ci.ci_register import register_cpu_ci
+from support.ddtree_arguments import DRAFTER, MODEL, ArgumentsCase
+from transformers import PretrainedConfig
+
+register_cpu_ci(est_time=20, suite="unit")
+
+CONFIG = DRAFTER["dflash_config"]
+
+
+class DrafterCase(ArgumentsCase):
+    def refused(self, text, **arguments):
+        path = arguments.get("speculative_draft_model_path", str(self.drafter))
+        with self.assertRaises(ValueError) as caught:
+            self.resolve(**arguments)
+        message = str(caught.exception)
+        self.assertRegex(message, "^DDTREE: --speculative-draft-model-path: ")
+        self.assertIn(path, message)
+        self.assertIn(text, message)
+
+
+class TestPath(DrafterCase):
+    def test_nothing_there(self):
+        for path in (str(self.drafter / "nothing"), "./nothing", "nothing"):
+            self.refused("which does not exist", speculative_draft_model_path=path)
+
+    def test_an_empty_folder(self):
+        for path in self.drafter.iterdir():
+            path.unlink()
+        self.refused("which is empty")
+
+    def test_no_configuration(self):
+        (self.drafter / "config.json").unlink()
+        self.refused("which has no config.json")
+
+    def test_no_weights(self):
+        (self.drafter / "model.safetensors").unlink()
+        self.refused("which has no weights")
+        self.resolve(speculative_draft_load_format="dummy")
+
+    def test_the_target(self):
+        self.refused("got the target itself", speculative_draft_model_path=str(self.model))
+        link = self.drafter / "link"
+        link.symlink_to(self.model)
+        self.refused("got the target itself", speculative_draft_model_path=str(link))
+
+    def test_a_file(self):
+        for name, kind in (("model.gguf", "a GGUF file"), ("model.safetensors", "a file")):
+            path = self.drafter / name
+            path.touch()
+            self.refused(f"got {kind}", speculative_draft_model_path=str(path))
+        self.refused("got a GGUF file", speculative_draft_model_path="owner/name/model.gguf")
+
+    def test_before_the_target_is_read(self):
+        missing = str(self.model / "nothing")
+        self.refused("which does not exist", speculative_draft_model_path="./nothing", model_path=missing)
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Answers as the hub does for repositories that one cannot read. The name of the repository says why."""
+
+    answers = {"gated": (403, "GatedRepo"), "missing": (401, "RepoNotFound"), "empty": (404, "EntryNotFound"),
+               "revision": (404, "RevisionNotFound"), "broken": (500, "")}  # fmt: skip
+    asked: list[str] = []
+
+    def do_HEAD(self):
+        self.asked.append(self.path)
+        status, code = self.answers[self.path.split("/")[2]]
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+class TestHub(DrafterCase):
+    def setUp(self):
+        super().setUp()
+        server = http.server.HTTPServer(("127.0.0.1", 0), Hub)
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.cache = self.enterContext(
+            mock.patch("huggingface_hub.try_to_load_from_cache", return_value=None)
+        )
+        self.url = f"http://127.0.0.1:{server.server_port}"
+        self.enterContext(
+            mock.patch(
+                "huggingface_hub.hf_hub_url",
+                lambda name, file, revision: f"{self.url}/{name}/resolve/{revision or 'main'}/{file}",
+            )
+        )
+        Hub.asked.clear()
+
+    def test_repositories_that_cannot_be_read(self):
+        for name, text in (
+            ("gated", "which is gated: accept its terms on the hub, and set HF_TOKEN"),
+            ("missing", "which is neither a folder nor on the hub. If it is private, set HF_TOKEN"),
+            ("empty", "which has no config.json"),
+            ("broken", "the hub cannot be asked"),
+        ):
+            with self.subTest(name):
+                self.refused(text, speculative_draft_model_path=f"owner/{name}")
+                self.assertEqual([f"/owner/{name}/resolve/main/config.json"], Hub.asked)
+                Hub.asked.clear()
+
+    def test_a_revision_that_is_not_there(self):
+        self.refused(
+            "no revision 'v9' (--speculative-draft-model-revision)",
+            speculative_draft_model_path="owner/revision", speculative_draft_model_revision="v9",
+        )  # fmt: skip
+
+    def test_a_hub_that_does_not_answer(self):
+        self.url = "http://127.0.0.1:9"
+        self.refused("the hub cannot be asked (ConnectError", speculative_draft_model_path="owner/name")
+
+    def test_a_cached_repository_needs_no_hub(self):
+        self.cache.return_value = str(self.drafter / "config.json")
+        drafter.refuse_path(mock.Mock(speculative_draft_model_path="owner/name", model_path="x"))
+        self.assertEqual(Hub.asked, [])
+
+
+class TestConfiguration(DrafterCase):
+    def write(self, **changes):
+        """Write a drafter to a folder of its own, because upstream caches configurations by path."""
+        self.drafter = Path(tempfile.mkdtemp(dir=self.model.parent))
+        (self.drafter / "config.json").write_text(json.dumps(DRAFTER | changes))
+        (self.drafter / "model.safetensors").touch()
+
+    def test_fits(self):
+        self.resolve()
+
+    def test_another_kind(self):
+        for architectures, advice in (
+            (["LlamaForCausalLM"], "It is not a DFlash drafter."),
+            (["LlamaForCausalLMEagle3"], "--speculative-algorithm EAGLE or EAGLE3 runs EAGLE heads."),
+            (["DFlash2DraftModel"], "--speculative-algorithm DFLASH runs heads with a selector."),
+            (None, "It is not a DFlash drafter."),
+        ):
+            with self.subTest(architectures):
+                self.write(architectures=architectures)
+                self.refused(f"got {architectures or []}. {advice}")
+
+    def test_plain_heads_are_upstreams_models_without_a_selector(self):
+        heads = {
+            model.__name__ for model in dflash.EntryClass if not issubclass(model, dflash.DFlash2DraftModel)
+        }
+        self.assertEqual(set(drafter.PLAIN_HEADS), heads)
+
+    def test_not_json(self):
+        (self.drafter / "config.json").write_text("{")
+        self.refused(
+            "config.json: expected the configuration of a DFlash drafter, got one that cannot be read"
+        )
+
+    def test_keys(self):
+        for changes, text in (
+            (dict(dflash_config=CONFIG | dict(target_layer_ids=None)),
+             "dflash_config.target_layer_ids: expected the target layers that the drafter reads, got none"),
+            (dict(dflash_config=CONFIG | dict(target_layer_ids=[0, 0])),
+             "dflash_config.target_layer_ids: expected different layers of the target, 0 to 2, got [0, 0]"),
+            (dict(dflash_config=CONFIG | dict(target_layer_ids=[0, 3])), "0 to 2, got [0, 3]"),
+            (dict(dflash_config=CONFIG | dict(target_layer_ids=[-1, 1])), "0 to 2, got [-1, 1]"),
+            (dict(dflash_config=CONFIG | dict(target_layer_ids="all")), "target_layer_ids must be a list"),
+            (dict(hidden_size=256), "hidden_size: expected 128, the target's, got 256"),
+            (dict(vocab_size=16 + 64), "vocab_size: expected at most 16, the target's, got 80"),
+            (dict(dflash_config=CONFIG | dict(mask_token_id=16)),
+             "dflash_config.mask_token_id: expected a token below 16, the target's vocab_size, got 16"),
+            (dict(dflash_config=CONFIG | dict(selector_rank=4, selector_top_k=2)),
+             "dflash_config: expected a plain DFlash head, whose distribution at a position does not depend on "
+             "the path, got a selector"),
+            (dict(dflash_config=CONFIG | dict(lilicorr_rank=4)), "got a LiLiCorr head"),
+            (dict(dflash_config=CONFIG | dict(projector_type="domino", gru_hidden_dim=8, emb_dim=8,
+                                              shift_label=True, pure_draft_prefix_len=1)), "got a Domino head"),
+        ):  # fmt: skip
+            with self.subTest(text):
+                self.write(**changes)
+                self.refused(text)
+
+    def test_every_fault_is_found(self):
+        faults = drafter.drafter_faults(
+            PretrainedConfig(**DRAFTER | dict(hidden_size=256, vocab_size=80)), PretrainedConfig(**MODEL)
+        )
+        self.assertEqual([fault.split(":")[0] for fault in faults], ["hidden_size", "vocab_size"])
+
+
+if __name__ == "__main__":
+    unittest.main()
