@@ -56,7 +56,7 @@ DEEP_LIST, DEEP_OBJECT = (
 VALUES = [
     None, True, "", " ", "a", "ab-c01", "unknown", "\0", "\ud800", "x" * 1_000_000, 0, -1, 1, 7, 300, 2**31, 2**63, 2**64, -(2**63),
     0.5, -0.5, 1e-30, 1e308, float("nan"), float("inf"), float("-inf"), [], {}, [None], [""], ["a"], [0], [-1], [2**31], [2**63],
-    [[]], [[0]], [[-1]], [[2**31]], [{}], [0] * 100_000, ["a"] * 1000, {"a": None}, {"0": 1e308}, {"-1": 1}, {"2147483648": 1},
+    [[]], [[0]], [[-1]], [[2**31]], [{}], [0] * 100_000, ["a"] * 100, {"a": None}, {"0": 1e308}, {"-1": 1}, {"2147483648": 1},
     {"0": float("nan")}, {"type": "unknown"}, {"type": "object"}, '{"type": "object"}', "[", "(", "a{1000000}", "(a*)*b",
     nested("(", ")", 5000), nested("[", "]", 5000), nested('{"a":', "}", 5000), 'root ::= root "a"', 'root ::= ' + nested("(", ")", 5000),
     DEEP_LIST, DEEP_OBJECT, {"id": "s", "rid": None, "offset": -1, "replace": True}, "http://127.0.0.1:9/x", "data:image/png;base64,AAAA",
@@ -311,7 +311,8 @@ class TestRequestFuzz(CustomTestCase):
             return False
         try:
             body = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 1}}
-            return requests.post(f"{URL}/generate", json=body, timeout=SECONDS).status_code == 200
+            # It can have to wait for hundreds of samples of earlier requests.
+            return requests.post(f"{URL}/generate", json=body, timeout=5 * SECONDS).status_code == 200
         except requests.RequestException:
             return False
 
