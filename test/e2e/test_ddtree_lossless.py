@@ -8,7 +8,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 from support.cases import DDTreeCase
-from support.jobs import exhaust_grammar, fill_context, greedy, sample, stop_everywhere
+from support.jobs import answer_twice, exhaust_grammar, fill_context, greedy, sample, stop_everywhere
 from support.models import text_of, write_models
 from support.penalties import PenaltyChecks
 from support.processes import run_engine, run_ranks
@@ -83,15 +83,6 @@ class TestTensorParallel(CustomTestCase):
         self.assertEqual(first[0], alone)
         self.assertGreater(alone.accepted, 30)
         self.assertEqual(alone.outputs, run_engine({"model_path": target}, greedy).outputs)
-
-
-def answer_twice(engine):
-    """Ask for a prompt, then for the prompt with most of its answer, whose KV is in the radix cache."""
-    prompt = PROMPTS[4]
-    (first,) = engine.generate([prompt], temperature=0, max_new_tokens=40, ignore_eos=True)
-    answer = list(first.output_ids)[:40]
-    (second,) = engine.generate([prompt + answer[:30]], temperature=0, max_new_tokens=20, ignore_eos=True)
-    return answer, list(second.output_ids)[:20], second.cached_tokens
 
 
 def answers_of_each_length(engine):

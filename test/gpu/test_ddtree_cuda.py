@@ -7,6 +7,7 @@ from sglang.test.ci.ci_register import register_cuda_ci
 from support.answers import TIE, assert_first_choices
 from support.cuda import CUDA, greedy, greedy_without_waiting, run_and_judge
 from support.models import write_fp8_target, write_gpt_oss_target, write_mla_target, write_models_for
+from support.window_models import write_mimo_v2
 
 register_cuda_ci(est_time=120, suite="gpu")
 
@@ -83,11 +84,9 @@ class TestDDTreeCuda(unittest.TestCase):
         # only an fp8 cache uses them.
         unscaled = dict(model_path=write_fp8_target(target, folder / "unscaled"))
         scaled = dict(model_path=write_fp8_target(target, folder / "scaled", k_scale=0.5, v_scale=0.25)) | fp8
-        sinks = dict(
-            model_path=write_gpt_oss_target(folder),
-            disable_hybrid_swa_memory=True,
-            moe_runner_backend="triton",
-        )
+        # The window layers of these two have a KV pool of their own. The second has two KV shapes.
+        sinks = dict(model_path=write_gpt_oss_target(folder), moe_runner_backend="triton")
+        shapes = dict(model_path=write_mimo_v2(folder / "mimo"))
         # Name: the plain decoding that judges the answers, the engine's arguments, its job.
         trees = {
             "native": ("plain", nodes_32, greedy_without_waiting),
@@ -114,10 +113,21 @@ class TestDDTreeCuda(unittest.TestCase):
             "unscaled": ("plain", nodes_32 | unscaled, greedy),
             "scaled": ("scaled plain", nodes_32 | scaled, greedy),
             "sinks": ("sinks plain", nodes_32 | sinks, _WithoutExperts(greedy)),
+            "sinks, one pool": (
+                "sinks plain",
+                nodes_32 | sinks | dict(disable_hybrid_swa_memory=True),
+                _WithoutExperts(greedy),
+            ),
+            "two shapes": ("shapes plain", nodes_32 | shapes | dict(page_size=16), greedy),
+            "two shapes, triton": (
+                "shapes plain",
+                nodes_32 | shapes | dict(speculative_ddtree_verify="triton"),
+                greedy,
+            ),
         }
         plains = {
             "plain": plain, "mla plain": plain | mla, "fp8 plain": plain | fp8, "scaled plain": plain | scaled,
-            "sinks plain": plain | sinks,
+            "sinks plain": plain | sinks, "shapes plain": plain | shapes,
         }  # fmt: skip
         jobs = {name: _WithoutExperts for name in plains if "sinks" in name}
         cls.results = run_and_judge(folder, plains, trees, around_judge=jobs)
@@ -163,6 +173,15 @@ class TestDDTreeCuda(unittest.TestCase):
     def test_sinks_and_sliding_windows(self):
         """The judge is a prefill: the Triton decode kernel of SGLang 0.5.23 sees one token less of a window."""
         self.agree("sinks", 20, plain="sinks plain")
+
+    def test_sinks_and_sliding_windows_in_one_pool(self):
+        self.agree("sinks, one pool", 20, plain="sinks plain")
+
+    def test_window_layers_of_another_kv_shape(self):
+        self.agree("two shapes", 30, plain="shapes plain")
+
+    def test_window_layers_of_another_kv_shape_on_triton(self):
+        self.agree("two shapes, triton", 30, plain="shapes plain")
 
     def test_no_overlap(self):
         self.agree("native, page 16, no overlap", 50)

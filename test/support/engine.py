@@ -167,9 +167,12 @@ class Engine:
         return requests
 
     def free_slots(self) -> int:
-        """Slots of the KV pool that no request holds, those that the radix cache can evict included."""
-        scheduler = self.scheduler
-        return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+        """Slots of the KV pools that no request holds, those that the radix cache can evict included."""
+        slots, cache = self.scheduler.token_to_kv_pool_allocator, self.scheduler.tree_cache
+        if not hasattr(slots, "swa_available_size"):
+            return slots.available_size() + cache.evictable_size()
+        full = slots.full_available_size() + cache.full_evictable_size()
+        return full + slots.swa_available_size() + cache.swa_evictable_size()
 
     def free_states(self) -> int:
         """States of recurrent layers that no request holds, those that the radix cache can evict included."""

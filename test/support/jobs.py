@@ -21,6 +21,19 @@ def sample(engine: Engine, prompt: list[int], count: int, options: dict[str, Any
     return [list(request.output_ids)[:3] for request in requests]
 
 
+def answer_twice(engine: Engine) -> tuple[list[int], list[int], int]:
+    """Ask for a prompt, then for the prompt with most of its answer, whose KV is in the radix cache.
+
+    Returns:
+        Both answers, and how many tokens of the second prompt were in the cache.
+    """
+    prompt = PROMPTS[4]
+    (first,) = engine.generate([prompt], temperature=0, max_new_tokens=40, ignore_eos=True)
+    answer = list(first.output_ids)[:40]
+    (second,) = engine.generate([prompt + answer[:30]], temperature=0, max_new_tokens=20, ignore_eos=True)
+    return answer, list(second.output_ids)[:20], second.cached_tokens
+
+
 def fill_context(engine: Engine) -> tuple[list[list[int]], int]:
     """Greedy answers that only the end of the context stops, and by how much the free slots have changed."""
     free = engine.free_slots()

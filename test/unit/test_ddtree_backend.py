@@ -22,7 +22,9 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.ddtree.coverage import not_covered
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -49,6 +51,8 @@ class TestFullMask(CustomTestCase):
 
     def setUp(self):
         class Base(AttentionBackend):
+            use_sliding_window_kv_pool = False
+
             def init_cuda_graph_state(self, max_bs, max_num_tokens):
                 self._verify_mask = maybe_create_verify_mask(
                     is_draft_runner=False, skip_prefill=False, max_bs=max_bs, num_draft_tokens=TestFullMask.num_nodes,
@@ -66,8 +70,9 @@ class TestFullMask(CustomTestCase):
         self.words = pack_ancestors(self.bits.bool())
         self.backend = type("Backend", (TreeVerifyMixin, Base), {})()
         runner = SimpleNamespace(
-            device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(3, self.context + 141))
-        )
+            device="cpu", model=torch.nn.Module(),
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(3, self.context + 141)),
+        )  # fmt: skip
         self.graph_words = torch.zeros(2, self.num_nodes, 2, dtype=torch.int64)
         self.backend._init_tree(
             runner=runner, mode="triton", num_nodes=self.num_nodes, graph_ancestors=self.graph_words
@@ -264,6 +269,98 @@ class TestInGraphMetadata(TritonCase):
         self.assertEqual(packed, [1, 1])
 
 
+class TestWindowPoolInGraph(TritonCase):
+    """The window layers' slots, in a graph that the host does not touch between two replays."""
+
+    def test_slots_follow_the_batch(self):
+        bs, num_nodes = 2, 4
+        layer = self.layer(causal=True, window=8)
+        pool = SimpleNamespace(full_to_swa_index_mapping=torch.arange(5000).flip(0))
+        backend = self.backend(
+            num_nodes=num_nodes, layers=[layer], use_sliding_window_kv_pool=True, token_to_kv_pool=pool
+        )
+        backend.kv_indptr = torch.zeros(self.requests + 1, dtype=torch.int32)
+        backend.kv_index_translator = SimpleNamespace(pack_read_stream=lambda *args, **options: None)
+        backend.init_cuda_graph_state(self.requests, self.requests * num_nodes)
+        # What upstream's kernels write in the other modes, a slot per node.
+        self.assertEqual(backend.cuda_graph_swa_out_cache_loc.numel(), self.requests * num_nodes)
+        table = backend.tree_runner.req_to_token_pool.req_to_token
+        table.copy_(torch.arange(table.numel()).view(table.shape) % 4999)
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_target_verify=lambda: True),
+            batch_size=bs,
+            seq_lens=torch.ones(bs, dtype=torch.int64),
+            req_pool_indices=torch.zeros(bs, dtype=torch.int64),
+            out_cache_loc=torch.zeros(bs * num_nodes, dtype=torch.int64),
+            kv_loc_plan=None,
+        )
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        for lengths, rows in (([50, 3], [2, 1]), ([9, 8], [3, 4])):
+            batch.seq_lens.copy_(torch.tensor(lengths))
+            batch.req_pool_indices.copy_(torch.tensor(rows))
+            batch.out_cache_loc.copy_(torch.arange(bs * num_nodes) + 10 * lengths[0])
+            backend.init_forward_metadata_in_graph(batch)
+            found = backend.tree_window_slots
+            self.assertEqual(found.prefix_lens.tolist(), [min(length, 8) for length in lengths])
+            self.assertEqual(found.tree_slots.tolist(), (4999 - batch.out_cache_loc).tolist())
+            for r, (row, length) in enumerate(zip(rows, lengths)):
+                own = found.kv_indices[found.kv_indptr[r] :][: min(length, 8)]
+                self.assertEqual(own.tolist(), (4999 - table[row, max(0, length - 8) : length]).tolist())
+
+
+class TestWindowPool(CustomTestCase):
+    """A layer of gpt-oss on a CPU: sinks, and a window whose KV is in a pool of its own. Freed slots hold NaN."""
+
+    num_nodes, prefix, window = 6, 40, 9
+
+    def test_a_layer_reads_its_own_pool(self):
+        heads, kv_heads, d = 4, 2, 64
+        end = self.prefix + self.num_nodes
+        pool = SWAKVPool(end, 2 * self.window, 1, torch.float32, kv_heads, d, [0], [1], "cpu")
+        mapping = torch.zeros(end + 2, dtype=torch.int64)
+        alive = torch.arange(self.prefix - self.window, end)  # slots are positions + 1
+        mapping[alive + 1] = torch.randperm(2 * self.window)[: len(alive)] + 1
+        pool.register_mapping(mapping)
+        for buffer in (*pool.swa_kv_pool.k_buffer, *pool.swa_kv_pool.v_buffer):
+            buffer.fill_(float("nan"))
+        layer = RadixAttention(
+            heads, d, d**-0.5, num_kv_heads=kv_heads, layer_id=0, sliding_window_size=self.window
+        )
+        table = torch.arange(1, end + 1, dtype=torch.int32)[None]
+        runner = SimpleNamespace(
+            device="cpu", model=torch.nn.ModuleList([layer]), dtype=torch.float32, kv_cache_dtype=torch.float32,
+            req_to_token_pool=SimpleNamespace(req_to_token=table),
+        )  # fmt: skip
+        backend = TorchNativeTreeVerify.__new__(TorchNativeTreeVerify)
+        backend.__dict__ |= dict(
+            token_to_kv_pool=pool, use_sliding_window_kv_pool=True, req_to_token_pool=runner.req_to_token_pool
+        )
+        backend._init_tree(runner=runner, mode="native", num_nodes=self.num_nodes)
+        q, k, v = (torch.randn(end, h, d) for h in (heads, kv_heads, kv_heads))
+        nodes = slice(self.prefix, end)
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.TARGET_VERIFY, batch_size=1, seq_lens=torch.tensor([self.prefix]),
+            req_pool_indices=torch.tensor([0]), out_cache_loc=table[0, nodes].long(),
+            spec_info=SimpleNamespace(
+                draft_token_num=self.num_nodes, ancestors=chain_ancestors(self.num_nodes, True, "cpu")
+            ),
+        )  # fmt: skip
+        with get_parallel().override(dcp_enabled=False):
+            before = table[0, self.prefix - self.window : self.prefix].long()
+            pool.set_kv_buffer(layer, KVWriteLoc(before, mapping[before]), k[before - 1], v[before - 1])
+            backend.init_forward_metadata(batch)
+            sinks = torch.tensor([0.5, 2.0, -1.0, 4.0], dtype=torch.bfloat16)
+            o = backend.forward_extend(q[nodes].flatten(1), k[nodes], v[nodes], layer, batch, sinks=sinks)
+        keys, values = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+        logits = torch.einsum("thd,shd->ths", q[nodes], keys) * d**-0.5
+        position, other = torch.arange(self.prefix, end)[:, None], torch.arange(end)
+        seen = (other <= position) & (other >= position - self.window)
+        logits = logits.masked_fill(~seen[:, None], -float("inf"))
+        logits = torch.cat([logits, sinks.float()[None, :, None].expand(self.num_nodes, -1, 1)], -1)
+        expected = torch.einsum("ths,shd->thd", logits.softmax(-1)[..., :end], values)
+        torch.testing.assert_close(o.view(expected.shape), expected, atol=1e-4, rtol=1e-4)
+
+
 class TestTreeAttention(CustomTestCase):
     """What the wrapper passes to the ops, on a CPU: GQA with 4 and 2 heads, or MLA with 2 query heads."""
 
@@ -306,6 +403,7 @@ class TestTreeAttention(CustomTestCase):
         )
         self.assertEqual(not_covered(runner), [])
         backend = TorchNativeTreeVerify.__new__(TorchNativeTreeVerify)
+        backend.use_sliding_window_kv_pool = False
         backend._init_tree(runner=runner, mode="native", num_nodes=self.num_nodes)
         backend.token_to_kv_pool = pool
         backend.tree_ancestors = chain_ancestors(self.num_nodes, True, "cpu")
@@ -368,11 +466,13 @@ class TestWithTreeVerify(CustomTestCase):
         layer = RadixAttention(4, 64, 1.0, num_kv_heads=2, layer_id=0, logit_cap=50.0)
         runner = SimpleNamespace(
             use_mla_backend=True, prefill_attention_backend_str="torch_native", kv_cache_dtype=torch.float32,
-            model=torch.nn.ModuleList([layer]),
+            model=torch.nn.ModuleList([layer]), device="cpu", is_hybrid_swa=True,
+            model_config=SimpleNamespace(has_attention_sinks=True),
         )  # fmt: skip
         with self.assertRaisesRegex(
             ValueError,
-            "^DDTREE: --prefill-attention-backend: .* MLA and capped attention logits.* got 'torch_native'",
+            "^DDTREE: --prefill-attention-backend: .* MLA and capped attention logits and attention sinks, .* got "
+            "'torch_native'",
         ):
             with_tree_verify(None, runner, mode="native", num_nodes=8)
 

@@ -61,23 +61,45 @@ class TestNotCovered(CustomTestCase):
 
 
 class TestTorchPrefill(CustomTestCase):
-    def gaps(self, *, mla=False, cap=0.0, scale=None, cache=torch.float8_e4m3fn):
+    def gaps(
+        self,
+        *,
+        mla=False,
+        cap=0.0,
+        scale=None,
+        cache=torch.float8_e4m3fn,
+        sinks=False,
+        windows=False,
+        device="cpu",
+    ):
         layer = RadixAttention(4, 64, 1.0, num_kv_heads=2, layer_id=0, logit_cap=cap)
         layer.k_scale_float = layer.v_scale_float = scale
         return coverage.not_prefilled_by_torch(
-            SimpleNamespace(use_mla_backend=mla, kv_cache_dtype=cache, model=torch.nn.ModuleList([layer]))
+            SimpleNamespace(
+                use_mla_backend=mla,
+                kv_cache_dtype=cache,
+                model=torch.nn.ModuleList([layer]),
+                device=device,
+                is_hybrid_swa=windows,
+                model_config=SimpleNamespace(has_attention_sinks=sinks),
+            )  # fmt: skip
         )
 
     def test_what_it_prefills(self):
-        for options in ({}, {"scale": 1.0}, {"scale": 0.5, "cache": torch.bfloat16}):
+        for options in ({}, {"scale": 1.0}, {"scale": 0.5, "cache": torch.bfloat16}, {"windows": True}):
             self.assertEqual(self.gaps(**options), [])
 
     def test_what_it_does_not(self):
-        """It does not run MLA. It would ignore caps and scales."""
+        """It does not run MLA or sinks. It would ignore caps and scales, and read the wrong slots of a window."""
         for options, expected in (
             ({"mla": True}, ["MLA"]),
             ({"cap": 50.0}, ["capped attention logits"]),
             ({"scale": 0.5}, ["scales of K and V other than 1"]),
+            ({"sinks": True}, ["attention sinks"]),
+            (
+                {"windows": True, "device": "cuda:0"},
+                ["a KV pool for sliding windows (unless --disable-hybrid-swa-memory is given)"],
+            ),
             ({"mla": True, "cap": 50.0}, ["MLA", "capped attention logits"]),
         ):
             self.assertEqual(self.gaps(**options), expected)

@@ -176,14 +176,9 @@ class TestRefusals(ArgumentsCase):
                 ):
                     refusal.check(wrong)
 
-    def test_all_layers_share_one_pool(self):
-        """For models like gpt-oss: accepted KV is moved by slot. The user is told what that costs."""
-        with patch.object(server_args, "model_config_of", lambda args: SimpleNamespace(is_hybrid_swa=True)):
-            with self.assertLogs(server_args.logger, "WARNING") as logs:
-                self.assertTrue(resolved_view(self.resolve()).disable_hybrid_swa_memory)
-        self.assertIn("keep the KV of the whole context", logs.output[0])
-        with self.assertNoLogs(server_args.logger, "WARNING"):
-            self.resolve()
+    def test_window_layers_keep_their_pool(self):
+        self.assertFalse(resolved_view(self.resolve()).disable_hybrid_swa_memory)
+        self.assertTrue(resolved_view(self.resolve(disable_hybrid_swa_memory=True)).disable_hybrid_swa_memory)
 
     def test_the_drafter_survives_a_release_of_memory(self):
         self.assertFalse(resolved_view(self.resolve()).enable_draft_weights_cpu_backup)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -42,7 +43,9 @@ from sglang.srt.speculative.ddtree.coverage import (
     not_covered,
     not_prefilled_by_torch,
     verify_layers,
+    widest_window,
 )
+from sglang.srt.speculative.ddtree.kv_pool import VerifySlots, in_window_pool, window_slots
 
 if TYPE_CHECKING:
     from sgl_kernel.ddtree import VerifyWorkspace
@@ -81,6 +84,7 @@ class TreeVerifyMixin(AttentionBackend):
     """Runs TARGET_VERIFY with the tree ops. The backend that it is mixed into does everything else."""
 
     _verify_mask: Any  # the base backend's
+    use_sliding_window_kv_pool: bool  # the base backend's: the window layers have a pool of their own
 
     def _init_tree(
         self, *, runner: ModelRunner, mode: str, num_nodes: int, graph_ancestors: torch.Tensor | None = None
@@ -92,6 +96,8 @@ class TreeVerifyMixin(AttentionBackend):
         # [T, words] int64 of the forward that runs or is captured; None: a draft block
         self.tree_ancestors: torch.Tensor | None = None
         self.tree_static: dict[str, torch.Tensor] = {}
+        self.tree_window = widest_window(runner.model)
+        self.tree_window_slots: VerifySlots | None = None  # of the forward that runs or is captured
         self.tree_blocks: dict[bool, torch.Tensor] = {}  # ancestor words of draft blocks, by causality
         self.tree_workspaces: dict[tuple[int, int, int, int], VerifyWorkspace] = {}
         max_requests = runner.req_to_token_pool.req_to_token.shape[0]
@@ -117,6 +123,20 @@ class TreeVerifyMixin(AttentionBackend):
     def _prefix_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (kv_indptr, kv_indices) of the requests' prefixes."""
         raise NotImplementedError
+
+    def _find_window_slots(self, forward_batch: ForwardBatch) -> None:
+        """Find the slots of the window layers, if these have a pool of their own. A graph can capture it."""
+        if not self.use_sliding_window_kv_pool:
+            return
+        assert self.tree_window is not None  # refuse_layers() has seen to it
+        self.tree_window_slots = window_slots(
+            self.token_to_kv_pool,
+            self.tree_runner.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            forward_batch.out_cache_loc,
+            self.tree_window,
+        )
 
     # ---- metadata ----
 
@@ -174,6 +194,7 @@ class TreeVerifyMixin(AttentionBackend):
         if self.tree_mode != "native":
             spec_info.custom_mask = self._empty_mask(bs)
         super().init_forward_metadata(forward_batch)
+        self._find_window_slots(forward_batch)
         if self.tree_mode != "native":
             self._write_full_mask(spec_info.custom_mask, bs)
 
@@ -218,7 +239,10 @@ class TreeVerifyMixin(AttentionBackend):
     def _write_kv(
         self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> None:
-        location = KVWriteLoc(forward_batch.out_cache_loc, physical=True)
+        window = self.tree_window_slots
+        location = KVWriteLoc(
+            forward_batch.out_cache_loc, None if window is None else window.tree_slots, physical=True
+        )
         scaled = applies_scales(layer, self.token_to_kv_pool.dtype)
         scales = (layer.k_scale, layer.v_scale) if scaled else ()
         self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, *scales)
@@ -245,14 +269,10 @@ class TreeVerifyMixin(AttentionBackend):
         shape = layer_shape(layer)
         q = q.view(-1, shape[0], shape[2])
         ancestors = self.ancestors_of(q.shape[0], causal=is_causal(layer))
-        kv_indptr, kv_indices = self._prefix_slots()
         window = layer.sliding_window_size
         common = dict(
+            **self._slots_of(layer, forward_batch)._asdict(),
             qo_indptr=self.tree_qo_indptr,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
-            prefix_lens=self.tree_prefix_lens,
-            tree_slots=forward_batch.out_cache_loc,
             ancestors=ancestors,
             workspace=self.tree_workspaces[shape],
             sm_scale=layer.scaling,
@@ -269,6 +289,13 @@ class TreeVerifyMixin(AttentionBackend):
             scales = dict(k_scale=layer.k_scale, v_scale=layer.v_scale) if scaled else {}
             o = verify_gqa(q, keys, values, sinks=sinks, **scales, **common)
         return o.view(q.shape[0], -1)
+
+    def _slots_of(self, layer: RadixAttention, forward_batch: ForwardBatch) -> VerifySlots:
+        """Return the slots that a layer reads."""
+        if in_window_pool(self.token_to_kv_pool, layer):
+            assert self.tree_window_slots is not None
+            return self.tree_window_slots
+        return VerifySlots(*self._prefix_slots(), self.tree_prefix_lens, forward_batch.out_cache_loc)
 
     def ancestors_of(self, tokens: int, *, causal: bool = True) -> torch.Tensor:
         """Returns the ancestor words of the trees or, if the verify has none, of a draft block per request.
@@ -318,6 +345,7 @@ class PerRequestGraphBuffersMixin(AttentionBackend):
     graph_prefix: int  # the most prefix slots of a request: its row of the slot table
     graph_has_mask = True
     num_draft_tokens: int | None  # the base backend's: N
+    use_sliding_window_kv_pool: bool  # the base backend's
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         slots = torch.zeros(max_bs * self.graph_prefix, dtype=torch.int64, device=self.device)
@@ -328,6 +356,11 @@ class PerRequestGraphBuffersMixin(AttentionBackend):
             super().init_cuda_graph_state(max_bs, max_bs, kv_indices_buf=slots)
         finally:
             self.num_draft_tokens = num_draft_tokens
+        if self.use_sliding_window_kv_pool:
+            # The one buffer of upstream's that a graph reads per token: where the window layers write.
+            self.cuda_graph_swa_out_cache_loc = torch.zeros(
+                max_num_tokens, dtype=torch.int64, device=self.device
+            )
 
 
 class TritonDraftBackend(PerRequestGraphBuffersMixin, TritonAttnBackend):
@@ -359,7 +392,13 @@ class TritonTreeVerify(TreeVerifyMixin, PerRequestGraphBuffersMixin, TritonAttnB
             self.tree_prefix_slots = self.kv_indptr[: bs + 1], self.cuda_graph_kv_indices
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        if self.tree_mode != "native" or not forward_batch.forward_mode.is_target_verify():
+        if not forward_batch.forward_mode.is_target_verify():
+            super().init_forward_metadata_in_graph(forward_batch)
+            return
+        if self.tree_mode != "triton":
+            # Before upstream's mark in the graph: after it, the scheduler may change what the slots are read from.
+            self._find_window_slots(forward_batch)
+        if self.tree_mode != "native":
             super().init_forward_metadata_in_graph(forward_batch)
             return
         kv_indptr, kv_indices = self.tree_prefix_slots
@@ -381,11 +420,19 @@ class TritonTreeVerify(TreeVerifyMixin, PerRequestGraphBuffersMixin, TritonAttnB
 class TorchNativeTreeVerify(TreeVerifyMixin, TorchNativeAttnBackend):
     """Tree verify on upstream's torch backend, on a CPU. It runs the draft block too.
 
-    Upstream's torch backend has no TARGET_VERIFY.
+    Upstream's torch backend has no TARGET_VERIFY. It also reads a window layer's KV (0.5.23) from the slots that the
+    slot table names, although it writes it to the slots of the window layers' pool.
     """
+
+    req_to_token_pool: Any  # the base backend's
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
+        if self.use_sliding_window_kv_pool:
+            width = int(forward_batch.seq_lens.max()) if forward_batch.seq_lens.numel() else 0
+            table = self.tree_runner.req_to_token_pool.req_to_token[:, :width]
+            slots = self.token_to_kv_pool.full_to_swa_index_mapping[table]
+            self.tree_window_table = SimpleNamespace(req_to_token=slots)
         if forward_batch.forward_mode.is_target_verify():
             seq_lens = forward_batch.seq_lens
             table = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
@@ -393,6 +440,24 @@ class TorchNativeTreeVerify(TreeVerifyMixin, TorchNativeAttnBackend):
             self.tree_kv_indices = table[own]
             self.tree_kv_indptr = torch.zeros(seq_lens.numel() + 1, dtype=torch.int32)
             self.tree_kv_indptr[1:] = torch.cumsum(seq_lens, 0)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        table = self.req_to_token_pool
+        if in_window_pool(self.token_to_kv_pool, layer):
+            self.req_to_token_pool = self.tree_window_table
+        try:
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        finally:
+            self.req_to_token_pool = table
 
     def _prefix_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.tree_kv_indptr, self.tree_kv_indices

@@ -29,11 +29,6 @@ def layer_shape(layer: RadixAttention) -> tuple[int, int, int, int]:
     return layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
 
 
-def kv_shapes(model: torch.nn.Module) -> list[tuple[int, int, int]]:
-    """Returns the different (h_kv, d_qk, d_v) of a model's layers on this rank."""
-    return sorted({layer_shape(layer)[1:] for layer in verify_layers(model)})
-
-
 def has_window(layer: RadixAttention) -> bool:
     """Returns whether a layer has a sliding window."""
     return layer.sliding_window_size not in (None, -1)
@@ -93,7 +88,7 @@ def not_covered(runner: ModelRunner) -> list[str]:
 
 
 def not_prefilled_by_torch(runner: ModelRunner) -> list[str]:
-    """Names what SGLang's torch backend (0.5.23) cannot prefill. It has no MLA and ignores the rest.
+    """Names what SGLang's torch backend (0.5.23) cannot prefill. It has no MLA and no sinks, and ignores the rest.
 
     Args:
         runner: the target's ModelRunner.
@@ -105,6 +100,11 @@ def not_prefilled_by_torch(runner: ModelRunner) -> list[str]:
     gaps = {
         "MLA": runner.use_mla_backend,
         "capped attention logits": any(layer.logit_cap for layer in layers),
+        "attention sinks": runner.model_config.has_attention_sinks,
+        # On a CPU, DDTREE's wrapper of this backend translates the slots.
+        "a KV pool for sliding windows (unless --disable-hybrid-swa-memory is given)": (
+            runner.is_hybrid_swa and torch.device(runner.device).type == "cuda"
+        ),
         "scales of K and V other than 1": any(
             is_scaled(layer) and applies_scales(layer, runner.kv_cache_dtype) for layer in layers
         ),

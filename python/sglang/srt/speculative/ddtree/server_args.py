@@ -192,7 +192,6 @@ def resolve_server_args(args: ServerArgs) -> None:
     """
     choose_attention_backends(args)
     resolve_widths(args)
-    force_single_kv_pool(args)
     if args.device == "cpu":
         # Upstream's overlap scheduling needs device streams.
         args.disable_overlap_schedule = True
@@ -310,24 +309,6 @@ def resolve_widths(args: ServerArgs) -> None:
     args.speculative_eagle_topk = num_candidates
     args.speculative_dflash_block_size = block_size
     args.speculative_num_draft_tokens = num_nodes
-
-
-def force_single_kv_pool(args: ServerArgs) -> None:
-    """Give all layers one KV pool.
-
-    Upstream gives layers with a sliding window a separate pool with separate slots. Accepted KV is
-    moved by slot, the same slot in every layer. In the single pool, every layer keeps the KV of the whole
-    context.
-
-    Args:
-        args: the server's arguments.
-    """
-    if model_config_of(args).is_hybrid_swa:
-        logger.warning(
-            "DDTREE: sets --disable-hybrid-swa-memory. Layers with a sliding window now keep the KV of the "
-            "whole context, so the pool holds fewer tokens than without DDTREE."
-        )
-    args.disable_hybrid_swa_memory = True
 
 
 def reserve_verify_memory(args: ServerArgs) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sgl_kernel.ddtree import Accepted, KVBuffers, commit_path
+from sgl_kernel.ddtree import Accepted
 from sglang.srt.layers.attention.ddtree_backend import (
     difference_table,
     with_block_attention,
@@ -18,9 +18,9 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
 from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_serving, get_spec
-from sglang.srt.speculative.ddtree.coverage import kv_shapes, widest_window
+from sglang.srt.speculative.ddtree.coverage import verify_layers, widest_window
 from sglang.srt.speculative.ddtree.forward_step import ForwardStep
-from sglang.srt.speculative.ddtree.kv_pool import kv_buffers
+from sglang.srt.speculative.ddtree.kv_pool import KVGroup, commit_kv, describe_pools, kv_groups, refuse_layers
 from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader
 from sglang.srt.speculative.ddtree.penalties import OutputPenalties
 from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates, recurrent_gaps
@@ -74,12 +74,11 @@ class DDTreeWorker(DFlashWorkerV2):
         follow_seeds(self.model_runner.sampler)
         self.recurrent = RecurrentStates.of(self.model_runner, self.num_nodes)
         if self.model_runner.sliding_window_size is None:
-            # The attention backends read it next. Some models (Laguna, MiMo-V2) do not set it: upstream takes
-            # it from the KV pool of the layers with a window, which DDTREE does not make
-            # (force_single_kv_pool()).
+            # The attention backends read it next. Some models (Laguna, MiMo-V2) do not set it, and upstream then
+            # knows it only if the layers with a window get a KV pool of their own.
             self.model_runner.sliding_window_size = widest_window(self.model_runner.model)
         self.speculative_num_draft_tokens = self.num_nodes
-        self._kv: KVBuffers | None = None
+        self._kv: list[KVGroup] | None = None
         self._on_cpu = torch.device(self.device).type == "cpu"
         self.window_offsets = torch.arange(self.num_nodes, device=self.device)
         # With a method of this name, the drafter embeds its ids itself, inside the captured graph. Passing
@@ -102,12 +101,6 @@ class DDTreeWorker(DFlashWorkerV2):
                 "DDTREE: drafter: expected a plain DFlash head, whose distribution at a position does not "
                 "depend on the path, got a selector, LiLiCorr or Domino head: --speculative-algorithm DFLASH "
                 "runs it."
-            )
-        shapes = kv_shapes(self.model_runner.model)
-        if len(shapes) > 1 and not self.model_runner.use_mla_backend:
-            raise ValueError(
-                "DDTREE: target model: expected the same KV shape in every layer (accepted KV is moved by "
-                f"slot), got (h_kv, d_qk, d_v) = {shapes}: serve it without DDTREE."
             )
 
     def _embed_block(self, ids: torch.Tensor) -> torch.Tensor:
@@ -151,7 +144,7 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
-        kv_buffers(self.model_runner.token_to_kv_pool)  # refuses other pools now, not at the first step
+        self._refuse_or_describe_pools()
         self.builder = self._make_builder()
         self.model_runner.attn_backend = with_tree_verify(
             self.model_runner.attn_backend,
@@ -189,6 +182,17 @@ class DDTreeWorker(DFlashWorkerV2):
         )
         table = difference_table(self.model_runner.attn_backend)
         self.difference = None if table is None else DifferenceReader(table)
+
+    def _refuse_or_describe_pools(self) -> None:
+        """Refuse KV pools that DDTREE cannot serve, now and not at the first step. Log what window pools gain."""
+        pool = self.model_runner.token_to_kv_pool
+        groups = kv_groups(pool)
+        refuse_layers(pool, verify_layers(self.model_runner.model))
+        description = describe_pools(
+            groups, sum(self.draft_model_runner.token_to_kv_pool.get_kv_size_bytes())
+        )
+        if description is not None:
+            logger.info("DDTREE: %s", description)
 
     def _make_builder(self) -> TreeBuilder:
         lm_head = unwrap_lora_layer(getattr(self.model_runner.model, "lm_head", None))
@@ -396,9 +400,9 @@ class DDTreeWorker(DFlashWorkerV2):
         """
         bs, width = positions.shape
         if self._kv is None:
-            self._kv = kv_buffers(self.model_runner.token_to_kv_pool)
+            self._kv = kv_groups(self.model_runner.token_to_kv_pool)
         path_hidden = hidden.new_empty(bs, width, hidden.shape[-1])
-        commit_path(accepted.path, accepted.lengths, slots, self._kv, hidden[: slots.numel()], path_hidden)
+        commit_kv(self._kv, accepted, slots, hidden[: slots.numel()], path_hidden)
         cache_loc = slots[:, :width].contiguous()
         self._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=path_hidden.flatten(0, 1),

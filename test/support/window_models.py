@@ -1,0 +1,105 @@
+"""Tiny random targets some of whose layers have a sliding window and a KV pool of their own.
+
+The drafter of support.models.write_models() fits each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from support.models import VOCABULARY
+
+if TYPE_CHECKING:
+    from transformers import MiMoV2FlashForCausalLM
+
+WINDOW = 16  # tokens before the query, in layers 0 and 2
+PATTERN = [1, 0, 1]  # which layers have it
+
+
+def write_windowed_llama(target: str, folder: Path) -> str:
+    """Write the target of write_models() with a config that gives layers 0 and 2 a KV pool for windows.
+
+    The layers themselves have no window: see the job WindowedLlama.
+
+    Args:
+        target: folder of that target.
+        folder: folder to create.
+
+    Returns:
+        The new folder.
+    """
+    shutil.copytree(target, folder)
+    file = folder / "config.json"
+    options = dict(is_hybrid_swa=True, hybrid_layer_pattern=PATTERN, sliding_window=WINDOW)
+    file.write_text(json.dumps(json.loads(file.read_text()) | options))
+    return str(folder)
+
+
+def _mimo_v2() -> MiMoV2FlashForCausalLM:
+    """A random MiMo-V2 with dense layers of two KV shapes: two KV heads in layers 0 and 2, one in layer 1.
+
+    The sinks have no weight, because SGLang's torch backend has none.
+    """
+    from transformers import MiMoV2FlashConfig, MiMoV2FlashForCausalLM
+
+    torch.manual_seed(7)
+    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+    kinds = ["sliding_attention" if windowed else "full_attention" for windowed in PATTERN]
+    model = MiMoV2FlashForCausalLM(
+        MiMoV2FlashConfig(
+            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=1, head_dim=64, v_head_dim=64, sliding_window=WINDOW + 1, layer_types=kinds,
+            mlp_layer_types=["dense"] * 3, max_position_embeddings=2048, rms_norm_eps=1e-6, attention_value_scale=0.7,
+            rope_parameters=dict.fromkeys(("full_attention", "sliding_attention"), rope), bos_token_id=0,
+            eos_token_id=1, dtype="float32",
+        )
+    )  # fmt: skip
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.15)
+        else:
+            weight.data.fill_(-1e9 if name.endswith("sinks") else 1.0)
+    return model
+
+
+def write_mimo_v2(folder: Path) -> str:
+    """Write a random MiMo-V2 with dense layers of two KV shapes, in float32.
+
+    Args:
+        folder: folder to create.
+
+    Returns:
+        The folder.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    weights = {name: weight for name, weight in _mimo_v2().state_dict().items() if not name.endswith("sinks")}
+    save_file(weights, folder / "model.safetensors")
+    heads: dict[str, Any] = dict(num_attention_heads=4, head_dim=64, v_head_dim=64)
+    # As published. Its own model type would make transformers 5.19 rewrite the rotary parameters, which SGLang 0.5.23
+    # does not understand then.
+    config = dict(
+        architectures=["MiMoV2FlashForCausalLM"], model_type="llama", vocab_size=VOCABULARY, hidden_size=128,
+        intermediate_size=256, num_hidden_layers=3, num_key_value_heads=1, **heads,
+        **{f"swa_{name}": value for name, value in heads.items()}, swa_num_key_value_heads=2, hybrid_layer_pattern=PATTERN,
+        sliding_window=WINDOW, sliding_window_size=WINDOW, moe_layer_freq=[0, 0, 0], n_routed_experts=4,
+        num_experts_per_tok=2, layernorm_epsilon=1e-6, rms_norm_eps=1e-6, attention_value_scale=0.7,
+        attention_bias=False, max_position_embeddings=2048, rope_theta=1e4, swa_rope_theta=1e4,
+        partial_rotary_factor=0.5, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False, hidden_act="silu",
+        add_swa_attention_sink_bias=False, add_full_attention_sink_bias=False, encoder_only=False, dtype="float32",
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def mimo_v2_choices(prompt: list[int], output: list[int]) -> list[int]:
+    """Return write_mimo_v2()'s first choice at each token of the output, as transformers computes it."""
+    with torch.no_grad():
+        logits = _mimo_v2()(torch.tensor([[*prompt, *output[:-1]]])).logits[0]
+    return logits[len(prompt) - 1 :].argmax(-1).tolist()
