@@ -92,6 +92,8 @@ void run_cuda(const ConvVerifyParams& p, const Tensor& like) {
   check_aligned("x", {p.x.data, p.x.type, p.x.stride_t, 0});
   check_aligned("out", {p.out.data, p.out.type, p.out.stride_t, 0});
   check_aligned("x_kept", {p.x_kept, p.x.type});
+  check_aligned("weight", {p.weight.data, p.weight.type});
+  check_aligned("bias", {p.bias.data, p.bias.type});
   check_grid(p.bs);
   if (p.bs > 0) run("ddtree_conv_verify", p, like);
 }

@@ -65,4 +65,36 @@ __device__ __forceinline__ uint4 load_global_16(const void* address) {
   return v;
 }
 
+constexpr int kVectorBytes = 16;  // of one access to memory
+
+template <typename T>
+__device__ __forceinline__ void unpack(const uint4& raw, float (&x)[kVectorBytes / sizeof(T)]) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      x[i] = __uint_as_float(words[i]);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      x[2 * i] = low_float(words[i]), x[2 * i + 1] = high_float(words[i]);
+    } else {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 pack(const float (&x)[kVectorBytes / sizeof(T)]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      words[i] = __float_as_uint(x[i]);
+    } else {
+      words[i] = pack2<T>(x[2 * i], x[2 * i + 1]);
+    }
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
 }  // namespace ddtree
