@@ -18,6 +18,22 @@ __device__ __forceinline__ float load_float(FloatType type, const void* data, in
   }
 }
 
+// A float as it is in memory, to be decoded once other loads are under way too. A missing array gives 0.
+__device__ __forceinline__ uint32_t load_bits(const FloatArray& array, int64_t row, int64_t head) {
+  const int64_t i = row * array.stride_t + head * array.stride_h;
+  if (array.data == nullptr) return 0;
+  if (array.type == FloatType::kFloat32) return static_cast<const uint32_t*>(array.data)[i];
+  return static_cast<const uint16_t*>(array.data)[i];
+}
+
+__device__ __forceinline__ float decode_bits(FloatType type, uint32_t bits) {
+  switch (type) {
+    case FloatType::kBFloat16: return __uint_as_float(bits << 16);
+    case FloatType::kFloat16: return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+    default: return __uint_as_float(bits);
+  }
+}
+
 __device__ __forceinline__ float load_float(const FloatArray& array, int64_t row, int64_t head, int64_t i = 0) {
   return load_float(array.type, array.data, row * array.stride_t + head * array.stride_h + i);
 }

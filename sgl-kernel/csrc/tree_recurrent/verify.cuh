@@ -244,39 +244,57 @@ struct VerifyBlock {
     return g < kLowestLogDecay ? kLowestLogDecay : g;  // keeps a NaN
   }
 
-  // Masks, beta and g of the nodes. A warp takes whole groups of 32 nodes, for the vote.
-  __device__ __forceinline__ void load_gates() const {
-    const float decay = load_float(p.decay, 0, head);
-    if (threadIdx.x < 2) nodes.bad[threadIdx.x] = 0;
-    for (int base = warp * 32; base < kNodes; base += blockDim.x) {
-      const int n = base + lane;
-      const bool real = n < p.num_nodes;
-      const int64_t row = row0 + (real ? n : 0);
-      float beta = 1.f, g = 0.f;
-      if (delta) beta = sigmoid(load_float(p.beta, row, head));
-      if constexpr (!Traits::kChannel) {
-        const float bias = p.bias.data ? load_float(p.bias, 0, head) : 0.f;
-        if (p.kind == RecurrentKind::kFixedDecay) {
-          g = -decay;
+  // What a node's gates are made of, as read: all loads are under way before the first is waited for.
+  struct Gates {
+    uint32_t decay, beta, gate, bias;
+    NodeSet mask;
+  };
+
+  // A thread has the node of its own number, if there is one: a block has at least kMaxRecurrentNodes threads.
+  __device__ __forceinline__ Gates read_gates() const {
+    Gates read{};
+    const int64_t row = row0 + min(int(threadIdx.x), p.num_nodes - 1);
+    if (threadIdx.x >= kNodes) return read;
+    read.decay = load_bits(p.decay, 0, head);
+    read.beta = load_bits(p.beta, row, head);
+    if constexpr (!Traits::kChannel) {
+      read.gate = load_bits(p.gate, row, head);
+      read.bias = load_bits(p.bias, 0, head);
+    }
+    read.mask = NodeSet(p.ancestors[row * p.words]);
+    return read;
+  }
+
+  // Masks, beta and g of the nodes. Whole warps take part, for the vote.
+  __device__ __forceinline__ void set_gates(const Gates& read) const {
+    const int n = threadIdx.x;
+    if (n < 2) nodes.bad[n] = 0;
+    if (warp * 32 >= kNodes) return;
+    const bool real = n < p.num_nodes;
+    float beta = 1.f, g = 0.f;
+    if (delta) beta = sigmoid(decode_bits(p.beta.type, read.beta));
+    if constexpr (!Traits::kChannel) {
+      const float decay = decode_bits(p.decay.type, read.decay);
+      if (p.kind == RecurrentKind::kFixedDecay) {
+        g = -decay;
+      } else {
+        const float x = decode_bits(p.gate.type, read.gate) + decode_bits(p.bias.type, read.bias);
+        if (p.kind == RecurrentKind::kStateSpace) {
+          beta = softplus(x);
+          g = decay * beta;
         } else {
-          const float x = load_float(p.gate, row, head) + bias;
-          if (p.kind == RecurrentKind::kStateSpace) {
-            beta = softplus(x);
-            g = decay * beta;
-          } else {
-            g = -expf(decay) * softplus(x);
-          }
+          g = -expf(decay) * softplus(x);
         }
-        g = g < kLowestLogDecay ? kLowestLogDecay : g;
-        if (real && writes_gates()) p.g_kept[row * p.h_v + head] = g;
-        const unsigned bad = __ballot_sync(0xffffffff, real && g != g);
-        if (lane == 0) nodes.bad_g[base / 32] = bad;
       }
-      if (n < kNodes) {
-        nodes.mask[n] = real ? NodeSet(p.ancestors[row * p.words]) : 0;
-        nodes.beta[n] = real ? beta : 0.f;
-        nodes.g[n] = real && g == g ? __float2ll_rn(g * kFixedPoint) : 0;
-      }
+      g = g < kLowestLogDecay ? kLowestLogDecay : g;
+      if (real && writes_gates()) p.g_kept[(row0 + n) * p.h_v + head] = g;
+      const unsigned bad = __ballot_sync(0xffffffff, real && g != g);
+      if (lane == 0) nodes.bad_g[warp] = bad;
+    }
+    if (n < kNodes) {
+      nodes.mask[n] = real ? read.mask : 0;
+      nodes.beta[n] = real ? beta : 0.f;
+      nodes.g[n] = real && g == g ? __float2ll_rn(g * kFixedPoint) : 0;
     }
   }
 
@@ -764,8 +782,12 @@ __global__ void __maxnreg__(Traits::kRegisters)
     recurrent_verify_kernel(const __grid_constant__ RecurrentVerifyParams p, int column_warps) {
   extern __shared__ __align__(16) char smem[];
   const VerifyBlock<Traits> block(p, column_warps, smem);
+  // None of these loads waits for another.
   const int64_t slot = load_index(p.state_indices, blockIdx.z);
+  block.load_inputs();
+  const auto gates = block.read_gates();
   if (slot < 0) {
+    cp_async_wait_all();
     block.zero_outputs();
     return;
   }
@@ -775,8 +797,7 @@ __global__ void __maxnreg__(Traits::kRegisters)
   StateFragment<typename Traits::State, Traits::kDk> state;
   float of_k[2][4], of_q[2][4];
   if (active) state.load(p.states, slot, block.head, column);
-  block.load_inputs();
-  block.load_gates();
+  block.set_gates(gates);
   if constexpr (Traits::kChannel) block.load_channel_gates();
   cp_async_wait_all();
   __syncthreads();
