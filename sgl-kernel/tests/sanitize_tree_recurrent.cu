@@ -91,7 +91,7 @@ Trees random_trees(int bs, int N, int F) {
 
 template <typename State>
 int run_recurrent(RecurrentKind kind, int bs, int N, int h_k, int h_v, int d_k, int d_v) {
-  const int F = 9, slots = bs + 2;
+  const int F = 33, slots = bs + 2;
   const bool channel = kind == RecurrentKind::kChannelDelta;
   const size_t rows = size_t(bs) * N, gates = rows * h_v * (channel ? d_k : 1);
   Trees trees = random_trees(bs, N, F);
@@ -102,7 +102,7 @@ int run_recurrent(RecurrentKind kind, int bs, int N, int h_k, int h_v, int d_k, 
   for (int r = 0; r < bs; ++r) {
     index_values.push_back(r == 1 ? -1 : r);  // one request without a slot
     track_values.push_back(r == 0 ? bs : -1);
-    position_values.push_back(0);
+    position_values.push_back(trees.lengths[r] / 2);
   }
   Array<int32_t> indices(index_values), track(track_values), positions(position_values);
   Array<BFloat16> q(normals<BFloat16>(rows * h_k * d_k, 0.5f)), k(normals<BFloat16>(rows * h_k * d_k, 0.5f)),

@@ -411,7 +411,7 @@ struct VerifyBlock {
   __device__ __forceinline__ void make_block(int i, int j) const {
     const int g = lane / 4, c = lane & 3;
     float of_k[2][4] = {}, of_q[2][4] = {};
-#pragma unroll 2
+#pragma unroll
     for (int step = 0; step < kDk / 32; ++step) {
       const int at = chunk_offset(g, 4 * step + c);  // rows g, g + 8, g + 16 ... are swizzled alike
       const uint4 y0 = *reinterpret_cast<const uint4*>(k_row(16 * j + g) + at);
