@@ -12,13 +12,13 @@ constexpr int kConvNodes = 8;  // per block, at most: they share the weights
 template <int kCount>
 __device__ __forceinline__ void load_floats(const FloatArray& array, int64_t first, float (&x)[kCount]) {
   static_assert(kCount % 4 == 0);
-  if (array.type == FloatType::kFloat32) {
+  if (array.type == DType::kFloat32) {
     const auto* from = reinterpret_cast<const float2*>(static_cast<const float*>(array.data) + first);
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) x[2 * i] = from[i].x, x[2 * i + 1] = from[i].y;
     return;
   }
-  const bool bf16 = array.type == FloatType::kBFloat16;
+  const bool bf16 = array.type == DType::kBFloat16;
   const auto* from = reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(array.data) + first);
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {

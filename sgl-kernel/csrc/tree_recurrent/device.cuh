@@ -10,10 +10,10 @@
 
 namespace ddtree {
 
-__device__ __forceinline__ float load_float(FloatType type, const void* data, int64_t i) {
+__device__ __forceinline__ float load_float(DType type, const void* data, int64_t i) {
   switch (type) {
-    case FloatType::kBFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
-    case FloatType::kFloat16: return __half2float(static_cast<const __half*>(data)[i]);
+    case DType::kBFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+    case DType::kFloat16: return __half2float(static_cast<const __half*>(data)[i]);
     default: return static_cast<const float*>(data)[i];
   }
 }
@@ -22,14 +22,14 @@ __device__ __forceinline__ float load_float(FloatType type, const void* data, in
 __device__ __forceinline__ uint32_t load_bits(const FloatArray& array, int64_t row, int64_t head) {
   const int64_t i = row * array.stride_t + head * array.stride_h;
   if (array.data == nullptr) return 0;
-  if (array.type == FloatType::kFloat32) return static_cast<const uint32_t*>(array.data)[i];
+  if (array.type == DType::kFloat32) return static_cast<const uint32_t*>(array.data)[i];
   return static_cast<const uint16_t*>(array.data)[i];
 }
 
-__device__ __forceinline__ float decode_bits(FloatType type, uint32_t bits) {
+__device__ __forceinline__ float decode_bits(DType type, uint32_t bits) {
   switch (type) {
-    case FloatType::kBFloat16: return __uint_as_float(bits << 16);
-    case FloatType::kFloat16: return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+    case DType::kBFloat16: return __uint_as_float(bits << 16);
+    case DType::kFloat16: return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
     default: return __uint_as_float(bits);
   }
 }

@@ -68,8 +68,8 @@ cudaError_t launch_conv_commit(const ConvCommitParams& p, cudaStream_t stream) {
 
 cudaError_t launch(const RecurrentVerifyParams& p, cudaStream_t stream) {
   if (p.num_nodes < 1 || p.num_nodes > kMaxRecurrentNodes) return cudaErrorInvalidValue;
-  const bool fp32 = p.states.type == FloatType::kFloat32;
-  if (!fp32 && p.states.type != FloatType::kBFloat16) return cudaErrorInvalidValue;
+  const bool fp32 = p.states.type == DType::kFloat32;
+  if (!fp32 && p.states.type != DType::kBFloat16) return cudaErrorInvalidValue;
   if (p.kind == RecurrentKind::kChannelDelta) {
     return fp32 ? launch_verify_channel_fp32(p, stream) : launch_verify_channel_bf16(p, stream);
   }
@@ -78,22 +78,22 @@ cudaError_t launch(const RecurrentVerifyParams& p, cudaStream_t stream) {
 
 cudaError_t launch(const RecurrentCommitParams& p, cudaStream_t stream) {
   switch (p.states.type) {
-    case FloatType::kFloat32: return launch_commit_state<float>(p, stream);
-    case FloatType::kBFloat16: return launch_commit_state<__nv_bfloat16>(p, stream);
+    case DType::kFloat32: return launch_commit_state<float>(p, stream);
+    case DType::kBFloat16: return launch_commit_state<__nv_bfloat16>(p, stream);
     default: return cudaErrorInvalidValue;
   }
 }
 
 cudaError_t launch(const ConvVerifyParams& p, cudaStream_t stream) {
   switch (p.x.type) {
-    case FloatType::kFloat32: return launch_conv_width<float>(p, stream);
-    case FloatType::kBFloat16: return launch_conv_width<__nv_bfloat16>(p, stream);
+    case DType::kFloat32: return launch_conv_width<float>(p, stream);
+    case DType::kBFloat16: return launch_conv_width<__nv_bfloat16>(p, stream);
     default: return launch_conv_width<__half>(p, stream);
   }
 }
 
 cudaError_t launch(const ConvCommitParams& p, cudaStream_t stream) {
-  return p.window.type == FloatType::kFloat32
+  return p.window.type == DType::kFloat32
              ? launch_conv_commit<float>(p, stream)
              : launch_conv_commit<__nv_bfloat16>(p, stream);  // bits of any 16-bit type
 }
