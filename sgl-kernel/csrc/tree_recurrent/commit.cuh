@@ -15,12 +15,12 @@ constexpr int kCommitValues = 32;  // of the state, per thread
 template <typename State, int kDk_, bool kChannel_>
 struct CommitTraits {
   static constexpr int kDk = kDk_;
-  static constexpr bool kChannel = kChannel_;                  // one decay per key channel
-  static constexpr int kChannels = kVectorBytes / sizeof(State);        // per thread, of each of its columns
-  static constexpr int kRows = kCommitValues / kChannels;      // columns of S per thread
-  static constexpr int kLanes = kDk / kChannels;               // threads that share a column
+  static constexpr bool kChannel = kChannel_;                       // one decay per key channel
+  static constexpr int kChannels = kVectorBytes / sizeof(State);    // per thread, of each of its columns
+  static constexpr int kRows = kCommitValues / kChannels;           // columns of S per thread
+  static constexpr int kLanes = kDk / kChannels;                    // threads that share a column
   static constexpr int kColumns = kCommitThreads / kLanes * kRows;  // per block
-  static constexpr int kDecays = kChannel ? kDk : 1;           // per token
+  static constexpr int kDecays = kChannel ? kDk : 1;                // per token
 };
 
 // kCount neighbouring values, 16 bytes at a time where they are contiguous.
@@ -109,13 +109,13 @@ __global__ void __launch_bounds__(kCommitThreads, 6)
     int64_t stride_v = p.states.stride_v, stride_k = p.states.stride_k;
     asm volatile("" : "+l"(stride_v), "+l"(stride_k));
     State* at = static_cast<State*>(p.states.data) + blockIdx.z * p.states.stride_layer +
-                of_slot * p.states.stride_slot + head * p.states.stride_h +
-                (first_column + local_column) * stride_v + channel * stride_k;
+                of_slot * p.states.stride_slot + head * p.states.stride_h + (first_column + local_column) * stride_v +
+                channel * stride_k;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) f(state[row], at + row * stride_v, stride_k);
   };
-  const auto load = [](float(&x)[kChannels], const State* at, int64_t stride) { load_values(at, stride, x); };
-  const auto store = [](float(&x)[kChannels], State* at, int64_t stride) { store_values(at, stride, x); };
+  const auto load = [](float (&x)[kChannels], const State* at, int64_t stride) { load_values(at, stride, x); };
+  const auto store = [](float (&x)[kChannels], State* at, int64_t stride) { store_values(at, stride, x); };
 
   if (active) for_columns(slot, load);
   for (int first = 0; first < length; first += kCommitSteps) {
@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(kCommitThreads, 6)
 #pragma unroll
       for (int e = 0; e < kChannels; e += 4) {
         const uint2 raw = *reinterpret_cast<const uint2*>(&tokens.k[step][channel + e]);
-        k[e] = low_float(raw.x), k[e + 1] = high_float(raw.x), k[e + 2] = low_float(raw.y), k[e + 3] = high_float(raw.y);
+        k[e] = low_float(raw.x), k[e + 1] = high_float(raw.x), k[e + 2] = low_float(raw.y),
+        k[e + 3] = high_float(raw.y);
       }
 #pragma unroll
       for (int e = 0; e < kChannels; ++e) decay[e] = tokens.decay[step][kChannel ? channel + e : 0];

@@ -93,9 +93,8 @@ cudaError_t launch(const ConvVerifyParams& p, cudaStream_t stream) {
 }
 
 cudaError_t launch(const ConvCommitParams& p, cudaStream_t stream) {
-  return p.window.type == DType::kFloat32
-             ? launch_conv_commit<float>(p, stream)
-             : launch_conv_commit<__nv_bfloat16>(p, stream);  // bits of any 16-bit type
+  return p.window.type == DType::kFloat32 ? launch_conv_commit<float>(p, stream)
+                                          : launch_conv_commit<__nv_bfloat16>(p, stream);  // bits of any 16-bit type
 }
 
 }  // namespace ddtree

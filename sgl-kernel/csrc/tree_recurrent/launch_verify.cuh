@@ -6,8 +6,6 @@
 
 namespace ddtree {
 
-constexpr int kMaxSharedBytes = 101376;  // of a block, on sm_120
-
 // Warps per block that have columns of the state. More share the work on A and M; fewer spread a small batch over the
 // multiprocessors.
 template <typename Traits>
@@ -16,16 +14,13 @@ int choose_column_warps(const RecurrentVerifyParams& p, int multiprocessors) {
     const int columns = kColumnsPerWarp * warps;
     return int64_t(p.bs) * p.h_v * ((p.d_v + columns - 1) / columns);
   };
-  int warps = kColumnWarps;
-  while (warps > 2 && (blocks(warps) < 2 * multiprocessors || Traits::shared_bytes(warps) > kMaxSharedBytes)) {
-    warps /= 2;
-  }
+  int warps = Traits::kColumnWarps;
+  while (warps > 2 && blocks(warps) < 2 * multiprocessors) warps /= 2;
   return warps;
 }
 
 template <typename Traits>
 cudaError_t launch_traits(const RecurrentVerifyParams& p, cudaStream_t stream) {
-  static_assert(Traits::shared_bytes(2) <= kMaxSharedBytes);
   int multiprocessors = 0;
   cudaError_t status = count_multiprocessors(&multiprocessors);
   const int column_warps = choose_column_warps<Traits>(p, multiprocessors);

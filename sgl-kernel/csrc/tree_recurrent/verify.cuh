@@ -19,57 +19,12 @@
 
 #include "common/cp_async.cuh"
 #include "tree_recurrent/device.cuh"
+#include "tree_recurrent/traits.h"
 
 namespace ddtree {
 
 constexpr float kLowestLogDecay = -128.f;       // exp of it is 0 in float32
 constexpr float kFixedPoint = 1099511627776.f;  // 2^40: path sums of g are exact in 64-bit integers
-constexpr int kColumnsPerWarp = 16;
-constexpr int kColumnWarps = 4;  // per block, at most
-constexpr int kVerifyWarps = 8;  // the same with helpers
-
-template <typename State_, int kDk_, int kTiles_, bool kChannel_>
-struct VerifyTraits {
-  using State = State_;
-  static constexpr int kDk = kDk_, kTiles = kTiles_, kNodes = 16 * kTiles;
-  static constexpr bool kChannel = kChannel_;
-  static constexpr int kBlocks = kTiles * (kTiles + 1) / 2;  // 16x16 blocks on and below the diagonal
-  static constexpr int kRowBytes = 2 * kDk;                  // of q or k
-  static constexpr int kBlockBytes = 512;                    // 16 rows of 16 bf16
-
-  using NodeSet = std::conditional_t<kNodes <= 32, uint32_t, uint64_t>;
-
-  // Per node.
-  struct Nodes {
-    NodeSet mask[kNodes];  // ancestors and the node; none past num_nodes
-    long long g[kNodes];   // fixed point
-    float2 sum[kNodes];    // G in two parts, so that differences keep their digits
-    float decay[kNodes];   // exp(G)
-    float beta[kNodes], k_factor[kNodes], q_factor[kNodes];
-    uint32_t bad_g[2], bad[2];  // bit sets of nodes
-  };
-
-  static constexpr int kQOffset = kNodes * kRowBytes;
-  static constexpr int kDecayOffset = 2 * kQOffset;
-  static constexpr int kSystemOffset = kDecayOffset + (kChannel ? kNodes * kDk * 4 : 0);
-  static constexpr int kSystemBytes = 4 * kBlocks * kBlockBytes;  // A and M, each in two parts
-  static constexpr int kDiagonalOffset = kSystemOffset + kSystemBytes;
-  static constexpr int kDiagonalBytes = kTiles * 16 * 16 * 4;
-  static constexpr int kNodesOffset = kDiagonalOffset + kDiagonalBytes;
-  static constexpr int kSlabOffset = kNodesOffset + (int(sizeof(Nodes)) + 15) / 16 * 16;
-
-  // The slab: v of the block's columns, later o. The odd number of 16-byte chunks keeps ldmatrix free of conflicts.
-  static constexpr __host__ __device__ int slab_pitch(int column_warps) {
-    return 2 * kColumnsPerWarp * column_warps + 16;
-  }
-  static constexpr __host__ __device__ int shared_bytes(int column_warps) {
-    return kSlabOffset + kNodes * slab_pitch(column_warps);
-  }
-
-  // Four or three blocks of kColumnWarps per multiprocessor. S_0 (64 registers in fp32) waits while A and M are made.
-  static constexpr int kRegisters = kTiles == 1 || (kTiles == 2 && sizeof(State) == 2) ? 128 : 168;
-};
-
 // Sixteen columns of the state as A operands. Lane 4 g + c holds rows (columns of S) g and g + 8 and, of each 32
 // channels, 8 c to 8 c + 7: the first four feed one mma, the others the next, with q and k read alike.
 template <typename State, int kDk>
@@ -202,13 +157,14 @@ struct VerifyBlock {
     return smem + Traits::kSystemOffset + part * kSystem + index * Traits::kBlockBytes;
   }
   __device__ __forceinline__ char* slab(int row) const {
-    return smem + Traits::kSlabOffset + row * Traits::slab_pitch(column_warps) + 2 * kColumnsPerWarp * warp;
+    return smem + Traits::kSlabOffset + row * slab_pitch(column_warps) + 2 * kColumnsPerWarp * warp;
   }
   __device__ __forceinline__ bool writes_gates() const { return slice == 0; }
   __device__ __forceinline__ bool writes_keys() const { return slice == 0 && head == key_head * p.heads_per_key; }
 
   __device__ __forceinline__ void zero_outputs() const {
-    const int columns = column_warps * kColumnsPerWarp, first = slice * columns, chunks = min(columns, p.d_v - first) / 8;
+    const int columns = column_warps * kColumnsPerWarp, first = slice * columns,
+              chunks = min(columns, p.d_v - first) / 8;
     for (int i = threadIdx.x; i < p.num_nodes * chunks; i += blockDim.x) {
       auto* out = static_cast<__nv_bfloat16*>(const_cast<void*>(p.o.data)) + (row0 + i / chunks) * p.o.stride_t +
                   head * p.o.stride_h + first + i % chunks * 8;
@@ -235,7 +191,7 @@ struct VerifyBlock {
     load_rows(p.q, key_head, 0, kLogChunks, kDk / 8, q_row(0), Traits::kRowBytes, true);
     const int chunks = column_warps * 2, first = slice * chunks;
     load_rows(p.v, head, first, 32 - __clz(column_warps), min(chunks, p.d_v / 8 - first), smem + Traits::kSlabOffset,
-              Traits::slab_pitch(column_warps), false);
+              slab_pitch(column_warps), false);
     cp_async_commit();
   }
 
@@ -439,10 +395,10 @@ struct VerifyBlock {
       for (int r = 0; r < 2; ++r) {
         const int t = 16 * i + g + 8 * r;
         const uint32_t mask = uint32_t(nodes.mask[t] >> s);
-        const float2 sum_t = nodes.sum[t];
+        const SplitFloat sum_t = nodes.sum[t];
         // Computed for all pairs of nodes; the mask then selects those that count.
-        const float x0 = factor_s.x * __expf((sum_t.x - sum_s.x) + (sum_t.y - sum_s.y));
-        const float x1 = factor_s.y * __expf((sum_t.x - sum_s.z) + (sum_t.y - sum_s.w));
+        const float x0 = factor_s.x * __expf((sum_t.hi - sum_s.x) + (sum_t.lo - sum_s.y));
+        const float x1 = factor_s.y * __expf((sum_t.hi - sum_s.z) + (sum_t.lo - sum_s.w));
         const auto store = [&](int part, float first, float second) {
           const int at = block_offset(g + 8 * r, h) + c * 4;
           uint32_t hi, lo;
@@ -775,8 +731,8 @@ struct VerifyBlock {
   }
 };
 
-// Grid: (slices of the columns, value heads, requests). A block has `column_warps` warps with columns of the state, then
-// helpers, which only share the work on A and M.
+// Grid: (slices of the columns, value heads, requests). A block has `column_warps` warps with columns of the state,
+// then helpers, which only share the work on A and M.
 template <typename Traits>
 __global__ void __maxnreg__(Traits::kRegisters)
     recurrent_verify_kernel(const __grid_constant__ RecurrentVerifyParams p, int column_warps) {
@@ -813,7 +769,7 @@ __global__ void __maxnreg__(Traits::kRegisters)
     for (int tile = block.first_task(); tile < Traits::kTiles; tile += block.warps) block.invert_diagonal(tile);
     block.scale_channels();
   } else {
-    if (active) {
+    if (Traits::kStateFirst && active) {
       state.split();
       block.multiply_state(0, state, of_k, of_q);
     }
@@ -822,7 +778,7 @@ __global__ void __maxnreg__(Traits::kRegisters)
   __syncthreads();
 
   if (!active) return;
-  if constexpr (Traits::kChannel) {
+  if constexpr (!Traits::kStateFirst) {
     state.split();
     block.multiply_state(0, state, of_k, of_q);
   }

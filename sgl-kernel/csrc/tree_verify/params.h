@@ -58,7 +58,7 @@ struct TreeVerifyParams {
   int32_t num_nodes;       // N, the most nodes per request (fixed at capture): 1 to kMaxNodes
   int32_t words;           // row stride of ancestors: ancestor_words(N) or more
   int32_t h_q, h_kv, d_qk, d_v;
-  int32_t num_splits;  // fixed at capture; the kernels cut each prefix by its length on the device
+  int32_t num_splits;       // fixed at capture; the kernels cut each prefix by its length on the device
   DType q_dtype, kv_dtype;  // float32 in the CPU reference only
   bool kv_indices_is_64, tree_slots_is_64;
 };
