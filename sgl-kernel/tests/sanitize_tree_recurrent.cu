@@ -27,8 +27,8 @@ std::vector<T> normals(size_t count, float scale = 1) {
 }
 
 template <typename T>
-constexpr FloatType type_of() {
-  return std::is_same_v<T, float> ? FloatType::kFloat32 : FloatType::kBFloat16;
+constexpr DType type_of() {
+  return std::is_same_v<T, float> ? DType::kFloat32 : DType::kBFloat16;
 }
 
 // The largest difference between the sides, relative to 1 + the host's value. NaN counts as equal to NaN only.
@@ -91,7 +91,7 @@ Trees random_trees(int bs, int N, int F) {
 
 template <typename State>
 int run_recurrent(RecurrentKind kind, int bs, int N, int h_k, int h_v, int d_k, int d_v) {
-  const int F = 9, slots = bs + 2;
+  const int F = 33, slots = bs + 2;
   const bool channel = kind == RecurrentKind::kChannelDelta;
   const size_t rows = size_t(bs) * N, gates = rows * h_v * (channel ? d_k : 1);
   Trees trees = random_trees(bs, N, F);
@@ -102,7 +102,7 @@ int run_recurrent(RecurrentKind kind, int bs, int N, int h_k, int h_v, int d_k, 
   for (int r = 0; r < bs; ++r) {
     index_values.push_back(r == 1 ? -1 : r);  // one request without a slot
     track_values.push_back(r == 0 ? bs : -1);
-    position_values.push_back(0);
+    position_values.push_back(trees.lengths[r] / 2);
   }
   Array<int32_t> indices(index_values), track(track_values), positions(position_values);
   Array<BFloat16> q(normals<BFloat16>(rows * h_k * d_k, 0.5f)), k(normals<BFloat16>(rows * h_k * d_k, 0.5f)),
@@ -116,16 +116,16 @@ int run_recurrent(RecurrentKind kind, int bs, int N, int h_k, int h_v, int d_k, 
 
   for (const bool d : {false, true}) {
     const auto rows_of = [](const void* data, int heads, int size) {
-      return FloatArray{data, FloatType::kBFloat16, int64_t(heads) * size, size};
+      return FloatArray{data, DType::kBFloat16, int64_t(heads) * size, size};
     };
     RecurrentVerifyParams p{};
     p.q = rows_of(q.at(d), h_k, d_k), p.k = rows_of(k.at(d), h_k, d_k), p.v = rows_of(v.at(d), h_v, d_v);
     p.o = rows_of(o.at(d), h_v, d_v);
     if (kind != RecurrentKind::kFixedDecay) p.gate = rows_of(gate.at(d), h_v, channel ? d_k : 1);
     p.beta = rows_of(beta.at(d), h_v, 1);
-    p.decay = {decay.at(d), FloatType::kFloat32, 0, 1};
-    p.bias = {bias.at(d), FloatType::kFloat32, 0, channel ? d_k : 1};
-    if (negative) p.skip = {skip.at(d), FloatType::kFloat32, 0, 1};
+    p.decay = {decay.at(d), DType::kFloat32, 0, 1};
+    p.bias = {bias.at(d), DType::kFloat32, 0, channel ? d_k : 1};
+    if (negative) p.skip = {skip.at(d), DType::kFloat32, 0, 1};
     const int64_t head = int64_t(d_v) * d_k;
     p.states = {states.at(d), type_of<State>(), 0, h_v * head, head, d_k, 1};
     p.state_indices = {indices.at(d), false};
@@ -137,7 +137,7 @@ int run_recurrent(RecurrentKind kind, int bs, int N, int h_k, int h_v, int d_k, 
 
     RecurrentCommitParams c{};
     c.states = p.states, c.state_indices = p.state_indices, c.path = path.at(d), c.lengths = lengths.at(d);
-    c.k = {k_kept.at(d), FloatType::kBFloat16, 0, 0}, c.u = u_kept.at(d), c.g = g_kept.at(d);
+    c.k = {k_kept.at(d), DType::kBFloat16, 0, 0}, c.u = u_kept.at(d), c.g = g_kept.at(d);
     c.track_indices = {track.at(d), false}, c.track_positions = {positions.at(d), false};
     c.per_channel = channel, c.layers = 1, c.bs = bs, c.num_nodes = N, c.block_size = F;
     c.h_k = h_k, c.h_v = h_v, c.d_k = d_k, c.d_v = d_v, c.heads_per_key = h_v / h_k;
@@ -173,14 +173,14 @@ int run_conv(int bs, int N, int dim, int width) {
       kept{std::vector<BFloat16>(rows * dim)};
   for (const bool d : {false, true}) {
     ConvVerifyParams p{};
-    p.x = {x.at(d), FloatType::kBFloat16, dim, 1}, p.out = {out.at(d), FloatType::kBFloat16, dim, 1};
-    p.weight = {weight.at(d), FloatType::kBFloat16, width, 1};
-    p.window = {window.at(d), FloatType::kBFloat16, 0, int64_t(dim) * (width - 1), width - 1, 0, 1};
+    p.x = {x.at(d), DType::kBFloat16, dim, 1}, p.out = {out.at(d), DType::kBFloat16, dim, 1};
+    p.weight = {weight.at(d), DType::kBFloat16, width, 1};
+    p.window = {window.at(d), DType::kBFloat16, 0, int64_t(dim) * (width - 1), width - 1, 0, 1};
     p.state_indices = {indices.at(d), false}, p.ancestors = ancestors.at(d), p.x_kept = kept.at(d), p.silu = true;
     p.bs = bs, p.num_nodes = N, p.words = 1, p.dim = dim, p.width = width;
     ConvCommitParams c{};
     c.window = p.window, c.state_indices = p.state_indices, c.path = path.at(d), c.lengths = lengths.at(d);
-    c.x = {kept.at(d), FloatType::kBFloat16, 0, 0}, c.layers = 1, c.bs = bs, c.num_nodes = N, c.block_size = F;
+    c.x = {kept.at(d), DType::kBFloat16, 0, 0}, c.layers = 1, c.bs = bs, c.num_nodes = N, c.block_size = F;
     c.dim = dim, c.width = width;
     if (d) {
       check(launch(p, nullptr));

@@ -18,6 +18,7 @@ register_cpu_ci(est_time=5, suite="kernel")
 
 GQA = "gqa_partial_kernel<GqaTraits<__half, false, 128, 16>>"
 MLA_SM90 = "mla_sm90_partial_kernel<MlaSm90Traits<__half, true>>"
+RECURRENT = "recurrent_verify_kernel<VerifyTraits<__nv_bfloat16, 128, 3, true>>"
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,14 @@ def test_occupancy(kernel, want):
             ],
         ),
         (Kernel("commit_kernel", "sm_90", local_memory=9), []),
+        (Kernel("recurrent_commit_kernel<float, 64, false>", "sm_90"), []),
+        (
+            Kernel("recurrent_commit_kernel<float, 64, false>", "sm_90", local_memory=2),
+            ["2 local-memory instructions"],
+        ),
+        (Kernel("conv_verify_kernel<__half, 4>", "sm_90", local_memory=1), ["1 local-memory instructions"]),
+        (Kernel(RECURRENT, "sm_120", tensor_core=1), []),
+        (Kernel(RECURRENT, "sm_120"), ["no tensor-core instruction"]),
         (Kernel("combine_kernel<__half, 64>", "sm_100", local_memory=5), ["5 local-memory instructions"]),
     ],
 )
@@ -118,6 +127,12 @@ def test_launch_shapes_come_from_the_traits():
     assert kernel_report.shape_of("mla_partial_kernel<MlaTraits<__nv_bfloat16, true>>", shapes)[0] % 32 == 0
     assert kernel_report.shape_of("combine_kernel<__half, 64>", shapes) is None
     assert kernel_report.shape_of(MLA_SM90, shapes)[0] == 384
+    assert kernel_report.shape_of(RECURRENT, shapes)[0] == 128
+    assert kernel_report.shape_of(RECURRENT.replace("3", "4"), shapes)[0] == 64  # to fit into sm_120's memory
+    assert (
+        kernel_report.shape_of(RECURRENT.replace("true", "false"), shapes)[1]
+        < kernel_report.shape_of(RECURRENT, shapes)[1]
+    )
     for (kind, *_), (_, shared) in shapes.items():
         limit = kernel_report.MAX_SHARED_SM90A if kind.endswith("sm90") else kernel_report.MAX_SHARED
         assert shared <= limit

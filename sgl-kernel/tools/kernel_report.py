@@ -3,8 +3,9 @@
 
 Columns: registers per thread, local-memory instructions (LDL + STL, from spills and indexed arrays), shared memory per
 block, tensor-core instructions, threads per block, and theoretical occupancy with its limit. The exit status is 1 if
-- a hot kernel (attention or combine) has more local-memory instructions than KNOWN_LOCAL_MEMORY allows,
-- an attention kernel has no tensor-core instruction or is missing for an architecture, or
+- a hot kernel (attention, combine or recurrent) has more local-memory instructions than KNOWN_LOCAL_MEMORY allows,
+- a kernel that multiplies matrices (attention or recurrent verify) has no tensor-core instruction or is missing for an
+  architecture, or
 - a block needs more shared memory than sm_120 has, or than sm_90 has for a kernel built only for sm_90a.
 
     python tools/kernel_report.py python/sgl_kernel/ddtree/_ddtree_cuda.so [--output report.md]
@@ -29,16 +30,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAITS = (ROOT / "csrc/tree_verify/traits.h").read_text()
+LIMITS = (ROOT / "csrc/common/shared_memory.h").read_text()
 # Bytes per block: the limit of sm_120, and that of sm_90 for csrc/tree_verify/sm90, the only kernels built for sm_90a.
 MAX_SHARED, MAX_SHARED_SM90A = (
-    int(re.search(rf"\b{name} = (\d+);", TRAITS)[1]) for name in ("kMaxSharedMemory", "kMaxSharedMemorySm90")
+    int(re.search(rf"\b{name} = (\d+);", LIMITS)[1]) for name in ("kMaxSharedMemory", "kMaxSharedMemorySm90")
 )
 # Allowed LDL + STL of a hot kernel by (kernel without its element type, architecture), for example
 # ("gqa fp8 256 64", "sm_120"): 6. Kernels that are not listed may have none. Entries may only shrink.
 KNOWN_LOCAL_MEMORY: dict[tuple[str, str], int] = {}
-ATTENTION = re.compile(r"(gqa|mla)_(sm90_)?partial_kernel")
-HOT = re.compile(ATTENTION.pattern + "|combine_kernel")
+MATRIX = re.compile(r"((gqa|mla)_(sm90_)?partial|recurrent_verify)_kernel")
+HOT = re.compile(MATRIX.pattern + r"|(combine|recurrent_commit|conv_verify|conv_commit)_kernel")
 TENSOR_CORE = re.compile(r"\b[HQIDO]G?MMA\b|\bUTC[A-Z]*MMA\b")
 LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
 
@@ -117,8 +118,11 @@ def short_name(demangled: str) -> str:
 
 
 def launch_shapes() -> dict[tuple, tuple[int, int]]:
-    """Read (kernel, type, fp8, head size, tile height or warpgroups) -> (threads, dynamic shared bytes) from the
-    traits."""
+    """Read what the traits say about each kernel that multiplies matrices.
+
+    Returns (kernel, type, fp8, head size, tile height or warpgroups) -> (threads, dynamic shared bytes); for recurrent
+    verify the key is ("recurrent", type of the state, decay per channel, d_k, tiles of nodes).
+    """
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/launch_shapes"
         compiler = os.environ.get("CXX", "c++")
@@ -128,18 +132,21 @@ def launch_shapes() -> dict[tuple, tuple[int, int]]:
     shapes = {}
     for line in output.splitlines():
         kind, element, *numbers = line.split()
-        fp8, head_size, tile, threads, shared = map(int, numbers)
-        shapes[kind, element, fp8, head_size, tile] = threads, shared
+        flag, size, tile, threads, shared = map(int, numbers)
+        shapes[kind, element, flag, size, tile] = threads, shared
     return shapes
 
 
 def shape_key(name: str) -> tuple | None:
-    """Return the key of a partial kernel in launch_shapes(), or None for any other kernel."""
+    """Return the key of a kernel in launch_shapes(), or None if it is not there."""
     flag = {"true": 1, "false": 0}
     kinds = {"Gqa": "gqa", "GqaSm90": "gqa_sm90", "Mla": "mla", "MlaSm90": "mla_sm90"}
     if match := re.search(r"(\w+)Traits<(\w+), (true|false)(?:, (\d+), (\d+))?>", name):
         kind, element, fp8, *sizes = match.groups()
         return kinds[kind], element, flag[fp8], *(int(size or 0) for size in sizes)
+    if match := re.search(r"VerifyTraits<(\w+), (\d+), (\d+), (true|false)>", name):
+        state, d_k, tiles, channel = match.groups()
+        return "recurrent", state, flag[channel], int(d_k), int(tiles)
     return None
 
 
@@ -149,7 +156,7 @@ def shape_of(name: str, shapes: dict) -> tuple[int, int] | None:
 
 
 def missing_kernels(kernels: list[Kernel], shapes: dict) -> list[str]:
-    """List the partial kernels of launch_shapes() that the library lacks.
+    """List the kernels of launch_shapes() that the library lacks.
 
     The kernels of sm_90a are required if the library is built for any sm_90, the others on every architecture. At run
     time a missing kernel would only show as a slower or failing launch.
@@ -278,7 +285,7 @@ def allowed_local_memory(kernel: Kernel) -> int:
 def judge(kernel: Kernel) -> None:
     if HOT.search(kernel.name) and kernel.local_memory > allowed_local_memory(kernel):
         kernel.problems.append(f"{kernel.local_memory} local-memory instructions")
-    if ATTENTION.search(kernel.name) and not kernel.tensor_core:
+    if MATRIX.search(kernel.name) and not kernel.tensor_core:
         kernel.problems.append("no tensor-core instruction")
     limit = MAX_SHARED_SM90A if kernel.arch == "sm_90a" else MAX_SHARED
     if kernel.shared > limit:

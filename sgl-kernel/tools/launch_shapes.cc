@@ -1,7 +1,9 @@
-// Prints what the traits of the partial kernels define but machine code does not show: for each instantiation its
-// template arguments, threads per block and dynamic shared memory. kernel_report.py compiles and runs it.
+// Prints what the traits of kernels define but machine code does not show: for each instantiation of a partial or a
+// recurrent verify kernel its template arguments, threads per block and dynamic shared memory. kernel_report.py
+// compiles and runs it.
 #include <cstdio>
 
+#include "tree_recurrent/traits.h"
 #include "tree_verify/traits.h"
 
 using namespace ddtree;
@@ -41,9 +43,33 @@ void print_all(const char* type) {
   std::printf("mla_sm90 %s %d 0 0 %d %d\n", type, kFp8, MlaSm90::kThreads, MlaSm90::kSharedBytes);
 }
 
+template <typename State, int kDk, int kTiles, bool kChannel>
+void print_recurrent(const char* state) {
+  using Traits = VerifyTraits<State, kDk, kTiles, kChannel>;
+  std::printf("recurrent %s %d %d %d %d %d\n", state, kChannel, kDk, kTiles, Traits::kThreads, Traits::kSharedBytes);
+}
+
+template <typename State, int kDk, bool kChannel>
+void print_recurrent_tiles(const char* state) {
+  print_recurrent<State, kDk, 1, kChannel>(state);
+  print_recurrent<State, kDk, 2, kChannel>(state);
+  print_recurrent<State, kDk, 3, kChannel>(state);
+  print_recurrent<State, kDk, 4, kChannel>(state);
+}
+
+template <typename State>
+void print_recurrent_all(const char* state) {
+  print_recurrent_tiles<State, 64, false>(state);
+  print_recurrent_tiles<State, 64, true>(state);
+  print_recurrent_tiles<State, 128, false>(state);
+  print_recurrent_tiles<State, 128, true>(state);
+}
+
 int main() {
   print_all<__half, false>("__half");
   print_all<__half, true>("__half");
   print_all<__nv_bfloat16, false>("__nv_bfloat16");
   print_all<__nv_bfloat16, true>("__nv_bfloat16");
+  print_recurrent_all<float>("float");
+  print_recurrent_all<__nv_bfloat16>("__nv_bfloat16");
 }

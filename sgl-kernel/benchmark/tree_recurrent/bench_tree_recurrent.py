@@ -2,9 +2,12 @@
 
 A time is the median of a CUDA graph's replays, divided by its launches. Each launch of a graph takes other states, so
 that states come from memory as they do in a model, where every layer has its own; the inputs stay in the L2 cache, as
-the kernel before has just written them. Upstream's kernels run where sglang's are installed (--no-upstream: skip).
+the kernel before has just written them.
 
-    python bench_tree_recurrent.py --commit REVISION --output results/NAME.json
+Our rows come first, then upstream's kernels (peers). Compiling those takes most of the time, so by default they run
+only for N 16 and 64 at batch sizes 8 and 32, and stop when --seconds are over. The result says why a peer is missing.
+
+    python bench_tree_recurrent.py --commit REVISION --results results
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ MAX_DEPTH = 15
 ACCEPTED = 6  # nodes of a committed path: the root and five accepted ones
 BATCHES = (1, 8, 32)
 NODES = (16, 32, 64)
+PEER_BATCHES, PEER_NODES = (8, 32), (16, 64)
+COPY_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,10 @@ class Shape:
 
 SHAPES = (
     Shape("Qwen3-Next", "gdn", 16, 32, 128, 128),
-    Shape("Qwen3-Next, bf16 state", "gdn", 16, 32, 128, 128, torch.bfloat16),
-    Shape("Qwen3.5-27B", "gdn", 16, 48, 128, 128),
-    Shape("Qwen3.5-27B, bf16 state", "gdn", 16, 48, 128, 128, torch.bfloat16),
     Shape("Mamba2", "mamba2", 8, 128, 128, 64),
+    Shape("Qwen3.5-27B", "gdn", 16, 48, 128, 128),
+    Shape("Qwen3-Next, bf16 state", "gdn", 16, 32, 128, 128, torch.bfloat16),
+    Shape("Qwen3.5-27B, bf16 state", "gdn", 16, 48, 128, 128, torch.bfloat16),
 )
 
 
@@ -374,14 +379,22 @@ def upstream_mamba2(x: Inputs) -> dict:
     )
 
 
-def bandwidth() -> float:
-    """Bytes per second, read and written, of a large copy."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device=DEVICE)
+def copy_rate() -> float:
+    """Bytes per second, read and written, of a copy far larger than the L2 cache."""
+    source = torch.empty(COPY_BYTES // 4, dtype=torch.float32, device=DEVICE)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (microseconds([lambda: target.copy_(source)] * 4) * 1e-6)
+    times = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return 2 * COPY_BYTES / statistics.median(times[2:])
 
 
-def bench(shape: Shape, bs: int, nodes: int, copy_rate: float, upstream: bool) -> dict:
+def bench(shape: Shape, bs: int, nodes: int, rate: float) -> dict:
     x = Inputs(shape, bs, nodes)
     row = dict(
         shape=shape.name, bs=bs, nodes=nodes, depth=MAX_DEPTH, accepted=x.lengths.float().mean().item()
@@ -390,62 +403,96 @@ def bench(shape: Shape, bs: int, nodes: int, copy_rate: float, upstream: bool) -
     state_bytes = bs * shape.state_bytes
     moved = state_bytes + x.workspace_bytes + x.mixed.nbytes + x.out.nbytes
     row.update(
-        state_rate=state_bytes / (row["verify_us"] * 1e-6) / copy_rate,
-        byte_rate=moved / (row["verify_us"] * 1e-6) / copy_rate,
+        state_rate=state_bytes / (row["verify_us"] * 1e-6) / rate,
+        byte_rate=moved / (row["verify_us"] * 1e-6) / rate,
         commit_to_copy=row["commit_us"] / row["copy_us"],
         workspace_bytes=x.workspace_bytes,
     )
-    if upstream:
-        row.update(upstream_gdn(x) if shape.kind == "gdn" else upstream_mamba2(x))
     return row
 
 
+def peers(shape: Shape, bs: int, nodes: int) -> dict:
+    """Upstream's times, or why there are none."""
+    try:
+        return (upstream_gdn if shape.kind == "gdn" else upstream_mamba2)(Inputs(shape, bs, nodes))
+    except Exception as error:  # a peer that is not installed or does not run must not end the run
+        return dict(upstream_missing=f"{type(error).__name__}: {error}"[:300])
+
+
 COLUMNS = (
-    "shape", "bs", "nodes", "verify_us", "state_rate", "byte_rate", "upstream_tree_us", "upstream_chain_us",
-    "upstream_decode_us", "commit_us", "copy_us", "commit_to_copy", "workspace_bytes", "upstream_bytes",
-    "conv_verify_us", "conv_commit_us",
+    "shape", "bs", "nodes", "verify_us", "state_rate", "byte_rate", "commit_us", "copy_us", "commit_to_copy",
+    "workspace_bytes", "conv_verify_us", "conv_commit_us",
+)  # fmt: skip
+PEER_COLUMNS = (
+    "shape", "bs", "nodes", "verify_us", "upstream_tree_us", "upstream_chain_us", "upstream_decode_us",
+    "upstream_bytes", "upstream_missing",
 )  # fmt: skip
 
 
-def table_row(row: dict) -> str:
-    cells = (row.get(column, "") for column in COLUMNS)
+def table_row(cells) -> str:
     return "|" + "|".join(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + "|"
 
 
+def print_header(columns) -> None:
+    print("\n" + table_row(columns) + "\n" + "|-" * len(columns) + "|")
+
+
 def main() -> None:
+    began = time.monotonic()
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--results", type=Path, help="the folder for the result, named <gpu>-<date>-<commit>-recurrent.json"
+    )
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
     parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
     parser.add_argument("--nodes", nargs="*", type=int, default=NODES)
-    parser.add_argument("--no-upstream", action="store_true")
+    parser.add_argument("--peers", choices=("default", "all", "none"), default="default")
+    parser.add_argument("--seconds", type=float, default=120, help="no peer starts later than this")
     args = parser.parse_args()
     torch.manual_seed(0)
 
-    copy_rate = bandwidth()
-    print(f"copy rate: {copy_rate / 1e12:.2f} TB/s read and written")
-    print("|" + "|".join(COLUMNS) + "|\n" + "|-" * len(COLUMNS) + "|")
+    rate = copy_rate()
+    torch.cuda.empty_cache()
+    print(f"copy rate: {rate / 1e12:.2f} TB/s read and written")
+    cases = [
+        (shape, nodes, bs)
+        for shape in SHAPES
+        if shape.name in args.shapes
+        for nodes in args.nodes
+        for bs in args.batches
+    ]
     results = []
-    for shape in SHAPES:
-        for nodes in args.nodes:
-            for bs in args.batches:
-                if shape.name not in args.shapes:
-                    continue
-                results.append(bench(shape, bs, nodes, copy_rate, not args.no_upstream))
-                print(table_row(results[-1]), flush=True)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
+    print_header(COLUMNS)
+    for shape, nodes, bs in cases:
+        results.append(bench(shape, bs, nodes, rate))
+        print(table_row(results[-1][column] for column in COLUMNS), flush=True)
+    print_header(PEER_COLUMNS)
+    for (shape, nodes, bs), row in zip(cases, results, strict=True):
+        chosen = args.peers == "all" or (bs in PEER_BATCHES and nodes in PEER_NODES)
+        if args.peers == "none" or not chosen:
+            row["upstream_missing"] = f"not timed with --peers {args.peers}"
+            continue
+        if time.monotonic() - began > args.seconds:
+            row["upstream_missing"] = f"the {args.seconds:g} seconds of --seconds were over"
+        else:
+            row.update(peers(shape, bs, nodes))
+        print(table_row(row.get(column, "") for column in PEER_COLUMNS), flush=True)
+
+    if args.results:
+        gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0].lower()
+        name = f"{gpu}-{date.today().isoformat()}-{args.commit[:7]}-recurrent.json"
         record = dict(
             gpu=torch.cuda.get_device_name(),
             torch=torch.__version__,
             commit=args.commit,
             date=date.today().isoformat(),
             command=" ".join(["python", "benchmark/tree_recurrent/bench_tree_recurrent.py", *sys.argv[1:]]),
-            copy_rate_bytes_per_s=copy_rate,
+            copy_rate_bytes_per_s=rate,
             results=results,
         )
-        args.output.write_text(json.dumps(record, indent=1) + "\n")
+        args.results.mkdir(parents=True, exist_ok=True)
+        (args.results / name).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,15 @@ std::string strides_string(const Tensor& tensor) {
 
 }  // namespace
 
+DType dtype_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::BFloat16: return DType::kBFloat16;
+    case ScalarType::Half: return DType::kFloat16;
+    case ScalarType::Float8_e4m3fn: return DType::kFloat8E4M3;
+    default: return DType::kFloat32;
+  }
+}
+
 const Arg& Arg::dtype(std::initializer_list<ScalarType> allowed) const {
   const ScalarType actual = tensor_.scalar_type();
   if (std::find(allowed.begin(), allowed.end(), actual) == allowed.end()) {

@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/dtype.h"
+
 namespace ddtree {
 
 using torch::headeronly::ScalarType;
@@ -33,6 +35,9 @@ inline std::string shape_string(const Tensor& tensor) {
   out << "]";
   return out.str();
 }
+
+// Of a tensor that has one of DType's types.
+DType dtype_of(const Tensor& tensor);
 
 // A named tensor argument. Checks can be chained:
 //   Arg("k_cache", k_cache).on(q_arg).dtype({ScalarType::BFloat16}).shape({Arg::kAny, h_kv, d}).contiguous();

@@ -12,17 +12,9 @@ constexpr ScalarType kLong = ScalarType::Long, kInt = ScalarType::Int, kFloat = 
 constexpr std::initializer_list<ScalarType> kFloats = {ScalarType::BFloat16, ScalarType::Half, kFloat};
 constexpr std::initializer_list<ScalarType> kIndices = {kInt, kLong};
 
-FloatType type_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::BFloat16: return FloatType::kBFloat16;
-    case ScalarType::Half: return FloatType::kFloat16;
-    default: return FloatType::kFloat32;
-  }
-}
-
 // A tensor of [rows, heads, ...] or [rows, channels]: the last dimension is contiguous, or is the heads' own.
 FloatArray array_of(const Tensor& tensor) {
-  return {tensor.const_data_ptr(), type_of(tensor), tensor.stride(0), tensor.dim() > 1 ? tensor.stride(1) : 0};
+  return {tensor.const_data_ptr(), dtype_of(tensor), tensor.stride(0), tensor.dim() > 1 ? tensor.stride(1) : 0};
 }
 
 // A tensor of [heads] or [heads, d_k].
@@ -30,7 +22,7 @@ FloatArray head_array(const char* name, const OptionalTensor& tensor, const Arg&
                       std::initializer_list<int64_t> shape) {
   if (!tensor) return {};
   Arg(name, *tensor).on(first).dtype(kFloats).shape(shape).contiguous();
-  return {tensor->const_data_ptr(), type_of(*tensor), 0, tensor->stride(0)};
+  return {tensor->const_data_ptr(), dtype_of(*tensor), 0, tensor->stride(0)};
 }
 
 IndexArray index_array(const char* name, const Tensor& tensor, const Arg& first, int64_t bs) {
@@ -47,7 +39,7 @@ void check_presence(const char* name, const OptionalTensor& tensor, bool wanted,
 StatePool state_pool(const Tensor& states) {
   const int64_t at = states.dim() - 4;
   return {const_cast<void*>(states.const_data_ptr()),
-          type_of(states),
+          dtype_of(states),
           at ? states.stride(0) : 0,
           states.stride(at),
           states.stride(at + 1),
@@ -67,7 +59,7 @@ void check_states(const Arg& arg, const Tensor& states, std::initializer_list<in
 StatePool window_pool(const Tensor& window) {
   const int64_t at = window.dim() - 3;
   return {const_cast<void*>(window.const_data_ptr()),
-          type_of(window),
+          dtype_of(window),
           at ? window.stride(0) : 0,
           window.stride(at),
           window.stride(at + 1),
@@ -224,7 +216,7 @@ RecurrentCommitParams recurrent_commit_params(const Tensor& states, const Tensor
   }
 
   p.states = state_pool(states);
-  p.k = {k_kept.const_data_ptr(), type_of(k_kept)};
+  p.k = {k_kept.const_data_ptr(), dtype_of(k_kept)};
   p.u = u_kept.const_data_ptr<float>();
   p.g = g_kept.const_data_ptr<float>();
   p.k_stride_layer = k_kept.stride(0);
@@ -287,7 +279,7 @@ ConvCommitParams conv_commit_params(const Tensor& window, const Tensor& state_in
   check_kept("x_kept", x_kept, first, {window.scalar_type()}, {layers, Arg::kAny, dim});
 
   p.window = window_pool(window);
-  p.x = {x_kept.const_data_ptr(), type_of(x_kept)};
+  p.x = {x_kept.const_data_ptr(), dtype_of(x_kept)};
   p.x_stride_layer = x_kept.stride(0);
   p.layers = static_cast<int32_t>(layers);
   p.num_nodes = static_cast<int32_t>(nodes_of("x_kept", x_kept.size(1), p.bs));

@@ -9,19 +9,19 @@ namespace {
 constexpr int64_t kVectorBytes = 16;
 constexpr int64_t kMaxGrid = 65535;  // of the y and z dimensions
 
-int64_t size_of(FloatType type) { return type == FloatType::kFloat32 ? 4 : 2; }
+int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
-const char* name_of(FloatType type) {
+const char* name_of(DType type) {
   switch (type) {
-    case FloatType::kBFloat16: return "bfloat16";
-    case FloatType::kFloat16: return "float16";
+    case DType::kBFloat16: return "bfloat16";
+    case DType::kFloat16: return "float16";
     default: return "float32";
   }
 }
 
-void check_type(const char* name, FloatType type, std::initializer_list<FloatType> allowed) {
+void check_type(const char* name, DType type, std::initializer_list<DType> allowed) {
   std::string expected;
-  for (const FloatType each : allowed) {
+  for (const DType each : allowed) {
     if (each == type) return;
     expected += (expected.empty() ? "" : " or ") + std::string(name_of(each));
   }
@@ -38,7 +38,7 @@ void check_aligned(const char* name, const FloatArray& array) {
 }
 
 void check_states(const StatePool& states, int d_k, int d_v) {
-  check_type("states", states.type, {FloatType::kFloat32, FloatType::kBFloat16});
+  check_type("states", states.type, {DType::kFloat32, DType::kBFloat16});
   check(d_k == 64 || d_k == 128, "states", "d_k (the last dimension) of 64 or 128 on CUDA", d_k);
   check(d_v % 16 == 0, "states", "d_v a multiple of 16 on CUDA", d_v);
   if (states.stride_k != 1) return;
@@ -65,7 +65,7 @@ void run(const char* op, const Params& params, const Tensor& like) {
 }  // namespace
 
 void run_cuda(const RecurrentVerifyParams& p, const Tensor& like) {
-  check_type("q", p.q.type, {FloatType::kBFloat16});
+  check_type("q", p.q.type, {DType::kBFloat16});
   check_states(p.states, p.d_k, p.d_v);
   check(p.num_nodes <= kMaxRecurrentNodes, "q", "at most 64 nodes per request on CUDA", std::to_string(p.num_nodes));
   check_aligned("q", p.q);
@@ -78,9 +78,9 @@ void run_cuda(const RecurrentVerifyParams& p, const Tensor& like) {
 }
 
 void run_cuda(const RecurrentCommitParams& p, const Tensor& like) {
-  check_type("k_kept", p.k.type, {FloatType::kBFloat16});
+  check_type("k_kept", p.k.type, {DType::kBFloat16});
   check_aligned("k_kept", {p.k.data, p.k.type, p.k_stride_layer, 0});
-  check_aligned("u_kept", {p.u, FloatType::kFloat32, p.u_stride_layer, 0});
+  check_aligned("u_kept", {p.u, DType::kFloat32, p.u_stride_layer, 0});
   check_states(p.states, p.d_k, p.d_v);
   check_grid(p.bs, p.layers);
   if (p.bs > 0 && p.layers > 0) run("ddtree_recurrent_commit", p, like);
@@ -92,6 +92,8 @@ void run_cuda(const ConvVerifyParams& p, const Tensor& like) {
   check_aligned("x", {p.x.data, p.x.type, p.x.stride_t, 0});
   check_aligned("out", {p.out.data, p.out.type, p.out.stride_t, 0});
   check_aligned("x_kept", {p.x_kept, p.x.type});
+  check_aligned("weight", {p.weight.data, p.weight.type});
+  check_aligned("bias", {p.bias.data, p.bias.type});
   check_grid(p.bs);
   if (p.bs > 0) run("ddtree_conv_verify", p, like);
 }

@@ -6,92 +6,122 @@
 namespace ddtree {
 
 constexpr int kConvThreads = 128;
-constexpr int kConvNodes = 8;  // per block: they share the weights
-constexpr int kConvBytes = 16;
+constexpr int kConvNodes = 8;  // per block, at most: they share the weights
 
-template <typename T>
-__device__ __forceinline__ void unpack(const uint4& raw, float (&x)[kConvBytes / sizeof(T)]) {
-  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+// kCount neighbouring floats of any type, from a multiple of 8 bytes on.
+template <int kCount>
+__device__ __forceinline__ void load_floats(const FloatArray& array, int64_t first, float (&x)[kCount]) {
+  static_assert(kCount % 4 == 0);
+  if (array.type == DType::kFloat32) {
+    const auto* from = reinterpret_cast<const float2*>(static_cast<const float*>(array.data) + first);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      x[i] = __uint_as_float(words[i]);
-    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      x[2 * i] = low_float(words[i]), x[2 * i + 1] = high_float(words[i]);
-    } else {
-      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
-      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    for (int i = 0; i < kCount / 2; ++i) x[2 * i] = from[i].x, x[2 * i + 1] = from[i].y;
+    return;
+  }
+  const bool bf16 = array.type == DType::kBFloat16;
+  const auto* from = reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(array.data) + first);
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    const uint2 raw = from[i];
+    const uint32_t words[2] = {raw.x, raw.y};
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      const float2 half = __half22float2(reinterpret_cast<const __half2&>(words[w]));
+      x[4 * i + 2 * w] = bf16 ? low_float(words[w]) : half.x;
+      x[4 * i + 2 * w + 1] = bf16 ? high_float(words[w]) : half.y;
     }
   }
 }
 
-template <typename T>
-__device__ __forceinline__ uint4 pack(const float (&x)[kConvBytes / sizeof(T)]) {
-  uint32_t words[4];
+// What the nodes of a block read besides their own input.
+template <typename T, int kWidth>
+struct ConvSources {
+  // [node][j]: the node's (j + 1)-th nearest ancestor; negative: that many positions before the root.
+  int nodes[kConvNodes][kWidth - 1];
+  uint4 window[kWidth - 1][kConvThreads];  // as `nodes` counts: the latest input first
+
+  __device__ __forceinline__ bool find(const ConvVerifyParams& p, int64_t row0, int first, int count) {
+    bool before_root = false;
+    if (threadIdx.x < count) {
+      const int node = first + threadIdx.x;
+      const uint64_t* ancestors = p.ancestors + (row0 + node) * p.words;
+      int source = node;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      words[i] = __float_as_uint(x[i]);
-    } else {
-      words[i] = pack2<T>(x[2 * i], x[2 * i + 1]);
+      for (int j = 0; j < kWidth - 1; ++j) {
+        // parent_of in this node's words is its nearest ancestor before `source`.
+        source = source >= 0 ? parent_of(ancestors, source) : source - 1;
+        nodes[threadIdx.x][j] = source;
+        before_root = before_root || source < 0;
+      }
+    }
+    return __syncthreads_or(before_root);
+  }
+
+  // A thread reads its own channels only, so no barrier follows.
+  __device__ __forceinline__ void load_window(const ConvVerifyParams& p, int64_t slot, int channel) {
+    constexpr int kChannels = kVectorBytes / sizeof(T);
+    const T* from = static_cast<const T*>(p.window.data) + slot * p.window.stride_slot + channel * p.window.stride_h;
+#pragma unroll
+    for (int j = 0; j < kWidth - 1; ++j) {
+      alignas(kVectorBytes) T values[kChannels];
+#pragma unroll
+      for (int i = 0; i < kChannels; ++i) {
+        values[i] = from[i * p.window.stride_h + (kWidth - 2 - j) * p.window.stride_k];
+      }
+      window[j][threadIdx.x] = reinterpret_cast<const uint4&>(values);
     }
   }
-  return {words[0], words[1], words[2], words[3]};
-}
+};
 
 // Grid: (16-byte groups of channels, groups of nodes, requests).
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kConvThreads) conv_verify_kernel(const __grid_constant__ ConvVerifyParams p) {
-  constexpr int kChannels = kConvBytes / sizeof(T);
+__global__ void __launch_bounds__(kConvThreads)
+    conv_verify_kernel(const __grid_constant__ ConvVerifyParams p, int nodes_per_block) {
+  constexpr int kChannels = kVectorBytes / sizeof(T);
+  __shared__ ConvSources<T, kWidth> sources;
   const int channel = (blockIdx.x * kConvThreads + threadIdx.x) * kChannels, request = blockIdx.z;
-  if (channel >= p.dim) return;
+  const bool active = channel < p.dim;
   const int64_t row0 = int64_t(request) * p.num_nodes, slot = load_index(p.state_indices, request);
   const auto out = [&](int node) {
     auto* base = static_cast<T*>(const_cast<void*>(p.out.data));
     return reinterpret_cast<uint4*>(base + (row0 + node) * p.out.stride_t + channel);
   };
-  const int begin = blockIdx.y * kConvNodes, end = min(begin + kConvNodes, p.num_nodes);
+  const int first = blockIdx.y * nodes_per_block, count = min(nodes_per_block, p.num_nodes - first);
   if (slot < 0) {
-    for (int node = begin; node < end; ++node) *out(node) = make_uint4(0, 0, 0, 0);
+    for (int i = 0; active && i < count; ++i) *out(first + i) = make_uint4(0, 0, 0, 0);
     return;
   }
 
-  float weight[kChannels][kWidth], bias[kChannels];
-#pragma unroll
-  for (int i = 0; i < kChannels; ++i) {
-    bias[i] = p.bias.data ? load_float(p.bias, 0, 0, channel + i) : 0.f;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) weight[i][j] = load_float(p.weight, channel + i, 0, j);
+  float weight[kChannels * kWidth], bias[kChannels] = {};
+  if (active) {
+    load_floats(p.weight, int64_t(channel) * kWidth, weight);
+    if (p.bias.data) load_floats(p.bias, channel, bias);
   }
-  const T* window = static_cast<const T*>(p.window.data) + slot * p.window.stride_slot + channel * p.window.stride_h;
-  const auto load = [&](int node, uint4& raw) {
-    raw = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.x.data) + (row0 + node) * p.x.stride_t + channel);
-  };
-  for (int node = begin; node < end; ++node) {
-    float sum[kChannels];
-    uint4 raw;
-    load(node, raw);
-    *reinterpret_cast<uint4*>(static_cast<T*>(p.x_kept) + (row0 + node) * p.dim + channel) = raw;
-    float x[kChannels];
-    unpack<T>(raw, x);
-#pragma unroll
-    for (int i = 0; i < kChannels; ++i) sum[i] = bias[i] + weight[i][kWidth - 1] * x[i];
-    int source = node, past_root = 0;
+  const bool before_root = sources.find(p, row0, first, count);
+  if (!active) return;
+  if (before_root) sources.load_window(p, slot, channel);
+
+  const T* x_rows = static_cast<const T*>(p.x.data) + channel;
+  for (int i = 0; i < count; ++i) {
+    const int node = first + i;
+    uint4 raw[kWidth];  // of the node and its nearest ancestors
+    raw[0] = *reinterpret_cast<const uint4*>(x_rows + (row0 + node) * p.x.stride_t);
 #pragma unroll
     for (int j = 1; j < kWidth; ++j) {
-      if (source >= 0) source = parent_of(p.ancestors + (row0 + source) * p.words, source);
-      if (source >= 0) {
-        load(source, raw);
-        unpack<T>(raw, x);
-      } else {
-        ++past_root;
+      const int source = sources.nodes[i][j - 1];
+      const auto* row = reinterpret_cast<const uint4*>(x_rows + (row0 + source) * p.x.stride_t);
+      raw[j] = *(source >= 0 ? row : &sources.window[-1 - source][threadIdx.x]);
+    }
+    *reinterpret_cast<uint4*>(static_cast<T*>(p.x_kept) + (row0 + node) * p.dim + channel) = raw[0];
+    float sum[kChannels];
 #pragma unroll
-        for (int i = 0; i < kChannels; ++i) {
-          x[i] = float(window[i * p.window.stride_h + (kWidth - 1 - past_root) * p.window.stride_k]);
-        }
-      }
+    for (int c = 0; c < kChannels; ++c) sum[c] = bias[c];
 #pragma unroll
-      for (int i = 0; i < kChannels; ++i) sum[i] += weight[i][kWidth - 1 - j] * x[i];
+    for (int j = 0; j < kWidth; ++j) {
+      float x[kChannels];
+      unpack<T>(raw[j], x);
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) sum[c] += weight[c * kWidth + kWidth - 1 - j] * x[c];
     }
     if (p.silu) {
 #pragma unroll

@@ -10,11 +10,27 @@
 
 namespace ddtree {
 
-__device__ __forceinline__ float load_float(FloatType type, const void* data, int64_t i) {
+__device__ __forceinline__ float load_float(DType type, const void* data, int64_t i) {
   switch (type) {
-    case FloatType::kBFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
-    case FloatType::kFloat16: return __half2float(static_cast<const __half*>(data)[i]);
+    case DType::kBFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+    case DType::kFloat16: return __half2float(static_cast<const __half*>(data)[i]);
     default: return static_cast<const float*>(data)[i];
+  }
+}
+
+// A float as it is in memory, to be decoded once other loads are under way too. A missing array gives 0.
+__device__ __forceinline__ uint32_t load_bits(const FloatArray& array, int64_t row, int64_t head) {
+  const int64_t i = row * array.stride_t + head * array.stride_h;
+  if (array.data == nullptr) return 0;
+  if (array.type == DType::kFloat32) return static_cast<const uint32_t*>(array.data)[i];
+  return static_cast<const uint16_t*>(array.data)[i];
+}
+
+__device__ __forceinline__ float decode_bits(DType type, uint32_t bits) {
+  switch (type) {
+    case DType::kBFloat16: return __uint_as_float(bits << 16);
+    case DType::kFloat16: return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+    default: return __uint_as_float(bits);
   }
 }
 
@@ -63,6 +79,38 @@ __device__ __forceinline__ uint4 load_global_16(const void* address) {
   uint4 v;
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
   return v;
+}
+
+constexpr int kVectorBytes = 16;  // of one access to memory
+
+template <typename T>
+__device__ __forceinline__ void unpack(const uint4& raw, float (&x)[kVectorBytes / sizeof(T)]) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      x[i] = __uint_as_float(words[i]);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      x[2 * i] = low_float(words[i]), x[2 * i + 1] = high_float(words[i]);
+    } else {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 pack(const float (&x)[kVectorBytes / sizeof(T)]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      words[i] = __float_as_uint(x[i]);
+    } else {
+      words[i] = pack2<T>(x[2 * i], x[2 * i + 1]);
+    }
+  }
+  return {words[0], words[1], words[2], words[3]};
 }
 
 }  // namespace ddtree

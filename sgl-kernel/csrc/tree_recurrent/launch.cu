@@ -7,28 +7,42 @@
 namespace ddtree {
 namespace {
 
-template <typename State, int kDk>
+template <typename State, int kDk, bool kChannel>
 cudaError_t launch_commit_typed(const RecurrentCommitParams& p, cudaStream_t stream) {
-  constexpr int kColumns = CommitTraits<State, kDk>::kColumns;
+  constexpr int kColumns = CommitTraits<State, kDk, kChannel>::kColumns;
   const dim3 grid(p.h_v * ((p.d_v + kColumns - 1) / kColumns), p.bs, p.layers);
-  recurrent_commit_kernel<State, kDk><<<grid, kCommitThreads, 0, stream>>>(p);
+  recurrent_commit_kernel<State, kDk, kChannel><<<grid, kCommitThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
-template <typename State>
+template <typename State, bool kChannel>
 cudaError_t launch_commit_head_size(const RecurrentCommitParams& p, cudaStream_t stream) {
   switch (p.d_k) {
-    case 64: return launch_commit_typed<State, 64>(p, stream);
-    case 128: return launch_commit_typed<State, 128>(p, stream);
+    case 64: return launch_commit_typed<State, 64, kChannel>(p, stream);
+    case 128: return launch_commit_typed<State, 128, kChannel>(p, stream);
     default: return cudaErrorInvalidValue;
   }
 }
 
+template <typename State>
+cudaError_t launch_commit_state(const RecurrentCommitParams& p, cudaStream_t stream) {
+  return p.per_channel ? launch_commit_head_size<State, true>(p, stream)
+                       : launch_commit_head_size<State, false>(p, stream);
+}
+
 template <typename T, int kWidth>
 cudaError_t launch_conv_typed(const ConvVerifyParams& p, cudaStream_t stream) {
-  const int groups = p.dim * int(sizeof(T)) / kConvBytes;
-  const dim3 grid((groups + kConvThreads - 1) / kConvThreads, (p.num_nodes + kConvNodes - 1) / kConvNodes, p.bs);
-  conv_verify_kernel<T, kWidth><<<grid, kConvThreads, 0, stream>>>(p);
+  int multiprocessors = 0;
+  const cudaError_t status = count_multiprocessors(&multiprocessors);
+  if (status != cudaSuccess) return status;
+  const int groups = p.dim * int(sizeof(T)) / kVectorBytes;
+  dim3 grid((groups + kConvThreads - 1) / kConvThreads, 1, p.bs);
+  int nodes = 2 * kConvNodes;
+  do {  // fewer nodes per block if the batch is small
+    nodes /= 2;
+    grid.y = (p.num_nodes + nodes - 1) / nodes;
+  } while (nodes > 1 && int64_t(grid.x) * grid.y * grid.z < 4 * multiprocessors);
+  conv_verify_kernel<T, kWidth><<<grid, kConvThreads, 0, stream>>>(p, nodes);
   return cudaGetLastError();
 }
 
@@ -54,8 +68,8 @@ cudaError_t launch_conv_commit(const ConvCommitParams& p, cudaStream_t stream) {
 
 cudaError_t launch(const RecurrentVerifyParams& p, cudaStream_t stream) {
   if (p.num_nodes < 1 || p.num_nodes > kMaxRecurrentNodes) return cudaErrorInvalidValue;
-  const bool fp32 = p.states.type == FloatType::kFloat32;
-  if (!fp32 && p.states.type != FloatType::kBFloat16) return cudaErrorInvalidValue;
+  const bool fp32 = p.states.type == DType::kFloat32;
+  if (!fp32 && p.states.type != DType::kBFloat16) return cudaErrorInvalidValue;
   if (p.kind == RecurrentKind::kChannelDelta) {
     return fp32 ? launch_verify_channel_fp32(p, stream) : launch_verify_channel_bf16(p, stream);
   }
@@ -64,24 +78,23 @@ cudaError_t launch(const RecurrentVerifyParams& p, cudaStream_t stream) {
 
 cudaError_t launch(const RecurrentCommitParams& p, cudaStream_t stream) {
   switch (p.states.type) {
-    case FloatType::kFloat32: return launch_commit_head_size<float>(p, stream);
-    case FloatType::kBFloat16: return launch_commit_head_size<__nv_bfloat16>(p, stream);
+    case DType::kFloat32: return launch_commit_state<float>(p, stream);
+    case DType::kBFloat16: return launch_commit_state<__nv_bfloat16>(p, stream);
     default: return cudaErrorInvalidValue;
   }
 }
 
 cudaError_t launch(const ConvVerifyParams& p, cudaStream_t stream) {
   switch (p.x.type) {
-    case FloatType::kFloat32: return launch_conv_width<float>(p, stream);
-    case FloatType::kBFloat16: return launch_conv_width<__nv_bfloat16>(p, stream);
+    case DType::kFloat32: return launch_conv_width<float>(p, stream);
+    case DType::kBFloat16: return launch_conv_width<__nv_bfloat16>(p, stream);
     default: return launch_conv_width<__half>(p, stream);
   }
 }
 
 cudaError_t launch(const ConvCommitParams& p, cudaStream_t stream) {
-  return p.window.type == FloatType::kFloat32
-             ? launch_conv_commit<float>(p, stream)
-             : launch_conv_commit<__nv_bfloat16>(p, stream);  // bits of any 16-bit type
+  return p.window.type == DType::kFloat32 ? launch_conv_commit<float>(p, stream)
+                                          : launch_conv_commit<__nv_bfloat16>(p, stream);  // bits of any 16-bit type
 }
 
 }  // namespace ddtree

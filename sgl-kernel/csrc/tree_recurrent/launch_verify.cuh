@@ -6,37 +6,34 @@
 
 namespace ddtree {
 
-constexpr int kMaxSharedBytes = 101376;  // of a block, on sm_120
-
-// Warps per block. More share the work on A and M; fewer spread a small batch over the multiprocessors.
+// Warps per block that have columns of the state. More share the work on A and M; fewer spread a small batch over the
+// multiprocessors.
 template <typename Traits>
-cudaError_t choose_warps(const RecurrentVerifyParams& p, int* warps) {
-  int device = 0, multiprocessors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const auto blocks = [&](int count) {
-    const int columns = kColumnsPerWarp * count;
+int choose_column_warps(const RecurrentVerifyParams& p, int multiprocessors) {
+  const auto blocks = [&](int warps) {
+    const int columns = kColumnsPerWarp * warps;
     return int64_t(p.bs) * p.h_v * ((p.d_v + columns - 1) / columns);
   };
-  *warps = kVerifyThreads / 32;
-  while (*warps > 2 && (blocks(*warps) < 2 * multiprocessors || Traits::shared_bytes(*warps) > kMaxSharedBytes)) {
-    *warps /= 2;
-  }
-  return status;
+  int warps = Traits::kColumnWarps;
+  while (warps > 2 && blocks(warps) < 2 * multiprocessors) warps /= 2;
+  return warps;
 }
 
 template <typename Traits>
 cudaError_t launch_traits(const RecurrentVerifyParams& p, cudaStream_t stream) {
-  static_assert(Traits::shared_bytes(2) <= kMaxSharedBytes);
-  int warps = 0;
-  cudaError_t status = choose_warps<Traits>(p, &warps);
-  const int shared = Traits::shared_bytes(warps), columns = kColumnsPerWarp * warps;
+  int multiprocessors = 0;
+  cudaError_t status = count_multiprocessors(&multiprocessors);
+  const int column_warps = choose_column_warps<Traits>(p, multiprocessors);
+  const int shared = Traits::shared_bytes(column_warps), columns = kColumnsPerWarp * column_warps;
   if (status == cudaSuccess) {
     status = cudaFuncSetAttribute(recurrent_verify_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   }
   if (status != cudaSuccess) return status;
   const dim3 grid((p.d_v + columns - 1) / columns, p.h_v, p.bs);
-  recurrent_verify_kernel<Traits><<<grid, 32 * warps, shared, stream>>>(p);
+  // Where a multiprocessor has one block, helpers cost nothing.
+  const bool few = int64_t(grid.x) * grid.y * grid.z <= multiprocessors;
+  const int warps = few ? kVerifyWarps : column_warps;
+  recurrent_verify_kernel<Traits><<<grid, 32 * warps, shared, stream>>>(p, column_warps);
   return cudaGetLastError();
 }
 

@@ -7,6 +7,13 @@
 
 namespace ddtree {
 
+// Of the current device.
+inline cudaError_t count_multiprocessors(int* count) {
+  int device = 0;
+  const cudaError_t status = cudaGetDevice(&device);
+  return status == cudaSuccess ? cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device) : status;
+}
+
 cudaError_t launch_verify_fp32(const RecurrentVerifyParams& params, cudaStream_t stream);
 cudaError_t launch_verify_bf16(const RecurrentVerifyParams& params, cudaStream_t stream);
 cudaError_t launch_verify_channel_fp32(const RecurrentVerifyParams& params, cudaStream_t stream);

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "common/draft_tree.h"
+#include "common/dtype.h"
 
 namespace ddtree {
 
@@ -19,8 +20,6 @@ constexpr int kMaxRecurrentNodes = 64;  // N of the CUDA kernels
 constexpr int kMaxConvWidth = 5;
 constexpr float kNormEpsilon = 1e-6f;        // added to the sum of squares of q and k
 constexpr float kSoftplusThreshold = 20.0f;  // softplus(x) = x above it
-
-enum class FloatType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
 // What g and u are. x is the node's `gate` input plus `bias`, h the value head, S_p the parent's state.
 enum class RecurrentKind : int32_t {
@@ -41,14 +40,14 @@ inline constexpr bool is_delta(RecurrentKind kind) {
 // A tensor of floats of any of the types; strides in elements.
 struct FloatArray {
   const void* data = nullptr;
-  FloatType type = FloatType::kFloat32;
+  DType type = DType::kFloat32;
   int64_t stride_t = 0, stride_h = 0;  // per node and per head; the last dimension is contiguous
 };
 
 // The request's states: element (slot, h, v, k) is at slot * stride_slot + h * stride_h + v * stride_v + k * stride_k.
 struct StatePool {
   void* data = nullptr;
-  FloatType type = FloatType::kFloat32;
+  DType type = DType::kFloat32;
   int64_t stride_layer = 0, stride_slot = 0, stride_h = 0, stride_v = 0, stride_k = 0;
 };
 

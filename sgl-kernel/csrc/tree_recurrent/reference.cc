@@ -11,24 +11,24 @@
 namespace ddtree {
 namespace {
 
-double read(FloatType type, const void* data, int64_t i) {
+double read(DType type, const void* data, int64_t i) {
   switch (type) {
-    case FloatType::kBFloat16: return static_cast<const BFloat16*>(data)[i];
-    case FloatType::kFloat16: return static_cast<const Float16*>(data)[i];
+    case DType::kBFloat16: return static_cast<const BFloat16*>(data)[i];
+    case DType::kFloat16: return static_cast<const Float16*>(data)[i];
     default: return static_cast<const float*>(data)[i];
   }
 }
 
-void write(FloatType type, void* data, int64_t i, double value) {
+void write(DType type, void* data, int64_t i, double value) {
   const float rounded = static_cast<float>(value);
   switch (type) {
-    case FloatType::kBFloat16: static_cast<BFloat16*>(data)[i] = BFloat16::round(rounded); break;
-    case FloatType::kFloat16: static_cast<Float16*>(data)[i] = Float16::round(rounded); break;
+    case DType::kBFloat16: static_cast<BFloat16*>(data)[i] = BFloat16::round(rounded); break;
+    case DType::kFloat16: static_cast<Float16*>(data)[i] = Float16::round(rounded); break;
     default: static_cast<float*>(data)[i] = rounded; break;
   }
 }
 
-int64_t size_of(FloatType type) { return type == FloatType::kFloat32 ? 4 : 2; }
+int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
 double read(const FloatArray& array, int64_t row, int64_t head, int64_t i = 0) {
   return read(array.type, array.data, row * array.stride_t + head * array.stride_h + i);

@@ -19,52 +19,12 @@
 
 #include "common/cp_async.cuh"
 #include "tree_recurrent/device.cuh"
+#include "tree_recurrent/traits.h"
 
 namespace ddtree {
 
 constexpr float kLowestLogDecay = -128.f;       // exp of it is 0 in float32
 constexpr float kFixedPoint = 1099511627776.f;  // 2^40: path sums of g are exact in 64-bit integers
-constexpr int kColumnsPerWarp = 16;
-constexpr int kVerifyThreads = 128;  // at most
-
-template <typename State_, int kDk_, int kTiles_, bool kChannel_>
-struct VerifyTraits {
-  using State = State_;
-  static constexpr int kDk = kDk_, kTiles = kTiles_, kNodes = 16 * kTiles;
-  static constexpr bool kChannel = kChannel_;
-  static constexpr int kBlocks = kTiles * (kTiles + 1) / 2;  // 16x16 blocks on and below the diagonal
-  static constexpr int kRowBytes = 2 * kDk;                  // of q or k
-  static constexpr int kBlockBytes = 512;                    // 16 rows of 16 bf16
-
-  using NodeSet = std::conditional_t<kNodes <= 32, uint32_t, uint64_t>;
-
-  // Per node.
-  struct Nodes {
-    NodeSet mask[kNodes];  // ancestors and the node; none past num_nodes
-    long long g[kNodes];   // fixed point
-    float2 sum[kNodes];    // G in two parts, so that differences keep their digits
-    float decay[kNodes];   // exp(G)
-    float beta[kNodes], k_factor[kNodes], q_factor[kNodes];
-    uint32_t bad_g[2], bad[2];  // bit sets of nodes
-  };
-
-  static constexpr int kQOffset = kNodes * kRowBytes;
-  static constexpr int kDecayOffset = 2 * kQOffset;
-  static constexpr int kSystemOffset = kDecayOffset + (kChannel ? kNodes * kDk * 4 : 0);
-  static constexpr int kSystemBytes = 4 * kBlocks * kBlockBytes;  // A and M, each in two parts
-  static constexpr int kDiagonalOffset = kSystemOffset + kSystemBytes;
-  static constexpr int kDiagonalBytes = kTiles * 16 * 16 * 4;
-  static constexpr int kNodesOffset = kDiagonalOffset + kDiagonalBytes;
-  static constexpr int kSlabOffset = kNodesOffset + (int(sizeof(Nodes)) + 15) / 16 * 16;
-
-  // The slab: v of the block's columns, later o. The odd number of 16-byte chunks keeps ldmatrix free of conflicts.
-  static constexpr __host__ __device__ int slab_pitch(int warps) { return 2 * kColumnsPerWarp * warps + 16; }
-  static constexpr __host__ __device__ int shared_bytes(int warps) { return kSlabOffset + kNodes * slab_pitch(warps); }
-
-  // 168 or 128 registers: S_0 (64 in fp32) waits in them while A and M are made.
-  static constexpr int kMinBlocks = kTiles == 1 || (kTiles == 2 && sizeof(State) == 2) ? 4 : 3;
-};
-
 // Sixteen columns of the state as A operands. Lane 4 g + c holds rows (columns of S) g and g + 8 and, of each 32
 // channels, 8 c to 8 c + 7: the first four feed one mma, the others the next, with q and k read alike.
 template <typename State, int kDk>
@@ -159,12 +119,15 @@ struct VerifyBlock {
   const RecurrentVerifyParams& p;
   char* smem;
   Nodes& nodes;
-  int warps, warp, lane, head, key_head, slice;
+  int column_warps, warps, warp, lane, head, key_head, slice;
   int64_t row0;
   bool delta;
 
-  __device__ __forceinline__ VerifyBlock(const RecurrentVerifyParams& params, char* shared)
-      : p(params), smem(shared), nodes(*reinterpret_cast<Nodes*>(shared + Traits::kNodesOffset)) {
+  __device__ __forceinline__ VerifyBlock(const RecurrentVerifyParams& params, int with_columns, char* shared)
+      : p(params),
+        smem(shared),
+        nodes(*reinterpret_cast<Nodes*>(shared + Traits::kNodesOffset)),
+        column_warps(with_columns) {
     warps = blockDim.x / 32;
     warp = threadIdx.x / 32;
     lane = threadIdx.x & 31;
@@ -194,13 +157,14 @@ struct VerifyBlock {
     return smem + Traits::kSystemOffset + part * kSystem + index * Traits::kBlockBytes;
   }
   __device__ __forceinline__ char* slab(int row) const {
-    return smem + Traits::kSlabOffset + row * Traits::slab_pitch(warps) + 2 * kColumnsPerWarp * warp;
+    return smem + Traits::kSlabOffset + row * slab_pitch(column_warps) + 2 * kColumnsPerWarp * warp;
   }
   __device__ __forceinline__ bool writes_gates() const { return slice == 0; }
   __device__ __forceinline__ bool writes_keys() const { return slice == 0 && head == key_head * p.heads_per_key; }
 
   __device__ __forceinline__ void zero_outputs() const {
-    const int first = slice * warps * kColumnsPerWarp, chunks = min(warps * kColumnsPerWarp, p.d_v - first) / 8;
+    const int columns = column_warps * kColumnsPerWarp, first = slice * columns,
+              chunks = min(columns, p.d_v - first) / 8;
     for (int i = threadIdx.x; i < p.num_nodes * chunks; i += blockDim.x) {
       auto* out = static_cast<__nv_bfloat16*>(const_cast<void*>(p.o.data)) + (row0 + i / chunks) * p.o.stride_t +
                   head * p.o.stride_h + first + i % chunks * 8;
@@ -225,9 +189,9 @@ struct VerifyBlock {
     constexpr int kLogChunks = kDk == 64 ? 3 : 4;
     load_rows(p.k, key_head, 0, kLogChunks, kDk / 8, k_row(0), Traits::kRowBytes, true);
     load_rows(p.q, key_head, 0, kLogChunks, kDk / 8, q_row(0), Traits::kRowBytes, true);
-    const int first = slice * warps * 2;
-    load_rows(p.v, head, first, 32 - __clz(warps), min(warps * 2, p.d_v / 8 - first), smem + Traits::kSlabOffset,
-              Traits::slab_pitch(warps), false);
+    const int chunks = column_warps * 2, first = slice * chunks;
+    load_rows(p.v, head, first, 32 - __clz(column_warps), min(chunks, p.d_v / 8 - first), smem + Traits::kSlabOffset,
+              slab_pitch(column_warps), false);
     cp_async_commit();
   }
 
@@ -236,39 +200,57 @@ struct VerifyBlock {
     return g < kLowestLogDecay ? kLowestLogDecay : g;  // keeps a NaN
   }
 
-  // Masks, beta and g of the nodes. A warp takes whole groups of 32 nodes, for the vote.
-  __device__ __forceinline__ void load_gates() const {
-    const float decay = load_float(p.decay, 0, head);
-    if (threadIdx.x < 2) nodes.bad[threadIdx.x] = 0;
-    for (int base = warp * 32; base < kNodes; base += blockDim.x) {
-      const int n = base + lane;
-      const bool real = n < p.num_nodes;
-      const int64_t row = row0 + (real ? n : 0);
-      float beta = 1.f, g = 0.f;
-      if (delta) beta = sigmoid(load_float(p.beta, row, head));
-      if constexpr (!Traits::kChannel) {
-        const float bias = p.bias.data ? load_float(p.bias, 0, head) : 0.f;
-        if (p.kind == RecurrentKind::kFixedDecay) {
-          g = -decay;
+  // What a node's gates are made of, as read: all loads are under way before the first is waited for.
+  struct Gates {
+    uint32_t decay, beta, gate, bias;
+    NodeSet mask;
+  };
+
+  // A thread has the node of its own number, if there is one: a block has at least kMaxRecurrentNodes threads.
+  __device__ __forceinline__ Gates read_gates() const {
+    Gates read{};
+    const int64_t row = row0 + min(int(threadIdx.x), p.num_nodes - 1);
+    if (threadIdx.x >= kNodes) return read;
+    read.decay = load_bits(p.decay, 0, head);
+    read.beta = load_bits(p.beta, row, head);
+    if constexpr (!Traits::kChannel) {
+      read.gate = load_bits(p.gate, row, head);
+      read.bias = load_bits(p.bias, 0, head);
+    }
+    read.mask = NodeSet(p.ancestors[row * p.words]);
+    return read;
+  }
+
+  // Masks, beta and g of the nodes. Whole warps take part, for the vote.
+  __device__ __forceinline__ void set_gates(const Gates& read) const {
+    const int n = threadIdx.x;
+    if (n < 2) nodes.bad[n] = 0;
+    if (warp * 32 >= kNodes) return;
+    const bool real = n < p.num_nodes;
+    float beta = 1.f, g = 0.f;
+    if (delta) beta = sigmoid(decode_bits(p.beta.type, read.beta));
+    if constexpr (!Traits::kChannel) {
+      const float decay = decode_bits(p.decay.type, read.decay);
+      if (p.kind == RecurrentKind::kFixedDecay) {
+        g = -decay;
+      } else {
+        const float x = decode_bits(p.gate.type, read.gate) + decode_bits(p.bias.type, read.bias);
+        if (p.kind == RecurrentKind::kStateSpace) {
+          beta = softplus(x);
+          g = decay * beta;
         } else {
-          const float x = load_float(p.gate, row, head) + bias;
-          if (p.kind == RecurrentKind::kStateSpace) {
-            beta = softplus(x);
-            g = decay * beta;
-          } else {
-            g = -expf(decay) * softplus(x);
-          }
+          g = -expf(decay) * softplus(x);
         }
-        g = g < kLowestLogDecay ? kLowestLogDecay : g;
-        if (real && writes_gates()) p.g_kept[row * p.h_v + head] = g;
-        const unsigned bad = __ballot_sync(0xffffffff, real && g != g);
-        if (lane == 0) nodes.bad_g[base / 32] = bad;
       }
-      if (n < kNodes) {
-        nodes.mask[n] = real ? NodeSet(p.ancestors[row * p.words]) : 0;
-        nodes.beta[n] = real ? beta : 0.f;
-        nodes.g[n] = real && g == g ? __float2ll_rn(g * kFixedPoint) : 0;
-      }
+      g = g < kLowestLogDecay ? kLowestLogDecay : g;
+      if (real && writes_gates()) p.g_kept[(row0 + n) * p.h_v + head] = g;
+      const unsigned bad = __ballot_sync(0xffffffff, real && g != g);
+      if (lane == 0) nodes.bad_g[warp] = bad;
+    }
+    if (n < kNodes) {
+      nodes.mask[n] = real ? read.mask : 0;
+      nodes.beta[n] = real ? beta : 0.f;
+      nodes.g[n] = real && g == g ? __float2ll_rn(g * kFixedPoint) : 0;
     }
   }
 
@@ -301,22 +283,31 @@ struct VerifyBlock {
     }
   }
 
+  // How many threads, a power of two of at most 16, share each of `count` tasks; as a logarithm.
+  __device__ __forceinline__ static int log_threads_per(int count) {
+    return 31 - __clz(max(int(blockDim.x) / count, 1));
+  }
+
   __device__ __forceinline__ void compute_norms() const {
-    for (int i = threadIdx.x; i < 2 * kNodes; i += blockDim.x) {
-      const int row = i % kNodes;
-      const bool of_q = i >= kNodes;
+    const int log_parts = log_threads_per(2 * kNodes), parts = 1 << log_parts;
+    for (int i = threadIdx.x; i < 2 * kNodes << log_parts; i += blockDim.x) {
+      const int row = (i >> log_parts) % kNodes;
+      const bool of_q = i >> log_parts >= kNodes;
       float factor = 1.f;
       if (p.normalize) {
         const char* data = of_q ? q_row(row) : k_row(row);
-        float sum = kNormEpsilon;
+        float sum_low = 0.f, sum_high = 0.f;
 #pragma unroll 4
-        for (int chunk = 0; chunk < kDk / 8; ++chunk) {
+        for (int chunk = i & (parts - 1); chunk < kDk / 8; chunk += parts) {
           const uint4 v = *reinterpret_cast<const uint4*>(data + chunk_offset(row, chunk));
           for (const uint32_t pair : {v.x, v.y, v.z, v.w}) {
-            sum += low_float(pair) * low_float(pair) + high_float(pair) * high_float(pair);
+            sum_low += low_float(pair) * low_float(pair);
+            sum_high += high_float(pair) * high_float(pair);
           }
         }
-        factor = 1.f / sqrtf(sum);
+        float sum = sum_low + sum_high;
+        for (int step = parts / 2; step; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+        factor = 1.f / sqrtf(sum + kNormEpsilon);
       }
       if (of_q) {
         nodes.q_factor[row] = factor * p.scale;
@@ -328,7 +319,7 @@ struct VerifyBlock {
 
   // G of each node: a few threads share its ancestors.
   __device__ __forceinline__ void sum_gates() const {
-    const int log_parts = 31 - __clz(max(int(blockDim.x) / kNodes, 1)), parts = 1 << log_parts;  // at most 8
+    const int log_parts = log_threads_per(kNodes), parts = 1 << log_parts;
     for (int i = threadIdx.x; i < kNodes << log_parts; i += blockDim.x) {
       const int n = i >> log_parts, part = i & (parts - 1);
       const NodeSet mask = nodes.mask[n];
@@ -354,62 +345,78 @@ struct VerifyBlock {
     return 0.f;
   }
 
-  // A and M with one decay per node: products of tiles of nodes, a block at a time.
+  // This warp's first task of those that all warps share: helpers come first.
+  __device__ __forceinline__ int first_task() const { return (warp + warps - column_warps) % warps; }
+
+  // A and M with one decay per node: products of tiles of nodes, a 16x16 block at a time. Blocks on the diagonal come
+  // first, because a warp also inverts them.
   __device__ __forceinline__ void make_system() const {
-    const int g = lane / 4, c = lane & 3;
-    for (int task = warp; task < (delta ? 2 * kBlocks : kBlocks); task += warps) {
-      const bool of_m = !delta || (task & 1);
-      const int index = delta ? task / 2 : task;
-      int i = 0;
-      while (block_index(i + 1, 0) <= index) ++i;
-      const int j = index - block_index(i, 0);
-
-      float sum[2][4] = {};
-      const char* left = of_m ? q_row(16 * i + g) : k_row(16 * i + g);
-      const char* right = k_row(16 * j + g);
-#pragma unroll 2
-      for (int step = 0; step < kDk / 32; ++step) {
-        const int at = chunk_offset(g, 4 * step + c);  // rows g, g + 8, g + 16 ... are swizzled alike
-        const uint4 x0 = *reinterpret_cast<const uint4*>(left + at);
-        const uint4 x1 = *reinterpret_cast<const uint4*>(left + 8 * Traits::kRowBytes + at);
-        const uint4 y0 = *reinterpret_cast<const uint4*>(right + at);
-        const uint4 y1 = *reinterpret_cast<const uint4*>(right + 8 * Traits::kRowBytes + at);
-        const uint32_t first[4] = {x0.x, x1.x, x0.y, x1.y}, second[4] = {x0.z, x1.z, x0.w, x1.w};
-        mma_m16n8k16<__nv_bfloat16>(sum[0], first, y0.x, y0.y);
-        mma_m16n8k16<__nv_bfloat16>(sum[1], first, y1.x, y1.y);
-        mma_m16n8k16<__nv_bfloat16>(sum[0], second, y0.z, y0.w);
-        mma_m16n8k16<__nv_bfloat16>(sum[1], second, y1.z, y1.w);
+    for (int task = first_task(); task < kBlocks; task += warps) {
+      int i = task, j = task;
+      if (task >= kTiles) {
+        for (i = 1, j = task - kTiles; j >= i; ++i) j -= i;
       }
+      make_block(i, j);
+      if (delta && i == j) {
+        __syncwarp();
+        invert_diagonal(i);
+      }
+    }
+  }
 
+  __device__ __forceinline__ void make_block(int i, int j) const {
+    const int g = lane / 4, c = lane & 3;
+    float of_k[2][4] = {}, of_q[2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kDk / 32; ++step) {
+      const int at = chunk_offset(g, 4 * step + c);  // rows g, g + 8, g + 16 ... are swizzled alike
+      const uint4 y0 = *reinterpret_cast<const uint4*>(k_row(16 * j + g) + at);
+      const uint4 y1 = *reinterpret_cast<const uint4*>(k_row(16 * j + g + 8) + at);
+      const auto accumulate = [&](float (&d)[2][4], const char* row) {
+        const uint4 x0 = *reinterpret_cast<const uint4*>(row + at);
+        const uint4 x1 = *reinterpret_cast<const uint4*>(row + 8 * Traits::kRowBytes + at);
+        const uint32_t first[4] = {x0.x, x1.x, x0.y, x1.y}, second[4] = {x0.z, x1.z, x0.w, x1.w};
+        mma_m16n8k16<__nv_bfloat16>(d[0], first, y0.x, y0.y);
+        mma_m16n8k16<__nv_bfloat16>(d[1], first, y1.x, y1.y);
+        mma_m16n8k16<__nv_bfloat16>(d[0], second, y0.z, y0.w);
+        mma_m16n8k16<__nv_bfloat16>(d[1], second, y1.z, y1.w);
+      };
+      if (delta) accumulate(of_k, k_row(16 * i + g));
+      accumulate(of_q, q_row(16 * i + g));
+    }
+
+    const int index = block_index(i, j);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int s = 16 * j + 8 * h + 2 * c;
+      const float4 sum_s = *reinterpret_cast<const float4*>(&nodes.sum[s]);
+      const float2 factor_s = *reinterpret_cast<const float2*>(&nodes.k_factor[s]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int t = 16 * i + g + 8 * r;
-        const NodeSet mask = of_m ? nodes.mask[t] : nodes.mask[t] & ~(NodeSet(1) << t);
-        const float2 sum_t = nodes.sum[t];
-        const float row_factor = of_m ? nodes.q_factor[t] : nodes.k_factor[t] * nodes.beta[t];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float x[2];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int s = 16 * j + 8 * h + 2 * c + e;
-            x[e] = 0.f;
-            if (mask >> s & 1) {
-              const float2 sum_s = nodes.sum[s];
-              const float decay = expf((sum_t.x - sum_s.x) + (sum_t.y - sum_s.y));
-              x[e] = row_factor * nodes.k_factor[s] * decay * sum[h][2 * r + e];
-              if (!of_m) x[e] = checked(x[e], t);
-            }
-            if (!of_m && i == j) diagonal(i)[(8 * h + 2 * c + e) * 16 + g + 8 * r] = x[e];
-          }
-          if (of_m || i != j) {
-            const float sign = of_m ? 1.f : -1.f;
-            const int at = block_offset(g + 8 * r, h) + c * 4, part = of_m ? 2 : 0;
-            uint32_t hi, lo;
-            split2(sign * x[0], sign * x[1], hi, lo);
-            *reinterpret_cast<uint32_t*>(block(part, index) + at) = hi;
-            *reinterpret_cast<uint32_t*>(block(part + 1, index) + at) = lo;
-          }
+        const uint32_t mask = uint32_t(nodes.mask[t] >> s);
+        const SplitFloat sum_t = nodes.sum[t];
+        // Computed for all pairs of nodes; the mask then selects those that count.
+        const float x0 = factor_s.x * __expf((sum_t.hi - sum_s.x) + (sum_t.lo - sum_s.y));
+        const float x1 = factor_s.y * __expf((sum_t.hi - sum_s.z) + (sum_t.lo - sum_s.w));
+        const auto store = [&](int part, float first, float second) {
+          const int at = block_offset(g + 8 * r, h) + c * 4;
+          uint32_t hi, lo;
+          split2(first, second, hi, lo);
+          *reinterpret_cast<uint32_t*>(block(part, index) + at) = hi;
+          *reinterpret_cast<uint32_t*>(block(part + 1, index) + at) = lo;
+        };
+        const float q_factor = nodes.q_factor[t];
+        store(2, mask & 1 ? q_factor * x0 * of_q[h][2 * r] : 0.f, mask & 2 ? q_factor * x1 * of_q[h][2 * r + 1] : 0.f);
+        if (!delta) continue;
+        const float factor = nodes.k_factor[t] * nodes.beta[t];
+        const float a0 = checked(mask & 1 && s != t ? factor * x0 * of_k[h][2 * r] : 0.f, t);
+        const float a1 = checked(mask & 2 && s + 1 != t ? factor * x1 * of_k[h][2 * r + 1] : 0.f, t);
+        if (i == j) {
+          float* at = diagonal(i) + (8 * h + 2 * c) * 16 + g + 8 * r;
+          at[0] = a0, at[16] = a1;
+        } else {
+          store(0, -a0, -a1);
         }
       }
     }
@@ -504,23 +511,21 @@ struct VerifyBlock {
     }
   }
 
-  // T = (I + A_ii)^-1 of each tile of nodes, by substitution: a lane has a column.
-  __device__ __forceinline__ void invert_diagonal() const {
+  // T = (I + A_ii)^-1 of a tile of nodes, by substitution: a lane has a column.
+  __device__ __forceinline__ void invert_diagonal(int tile) const {
     const int column = lane & 15;
-    for (int tile = warp; tile < kTiles; tile += warps) {
-      const float* a = diagonal(tile);  // [s][t]
-      float x[16];
+    const float* a = diagonal(tile);  // [s][t]
+    float x[16];
 #pragma unroll
-      for (int t = 0; t < 16; ++t) x[t] = t == column ? 1.f : 0.f;
+    for (int t = 0; t < 16; ++t) x[t] = t == column ? 1.f : 0.f;
 #pragma unroll
-      for (int s = 0; s < 15; ++s) {
+    for (int s = 0; s < 15; ++s) {
 #pragma unroll
-        for (int t = s + 1; t < 16; ++t) x[t] -= a[s * 16 + t] * x[s];
-      }
-      if (lane < 16) {
+      for (int t = s + 1; t < 16; ++t) x[t] -= a[s * 16 + t] * x[s];
+    }
+    if (lane < 16) {
 #pragma unroll
-        for (int t = 0; t < 16; ++t) store_element(0, block_index(tile, tile), t, column, x[t]);
-      }
+      for (int t = 0; t < 16; ++t) store_element(0, block_index(tile, tile), t, column, x[t]);
     }
   }
 
@@ -648,15 +653,17 @@ struct VerifyBlock {
   }
 
   // U and O of this warp's columns, a tile of nodes after the other; o stays in the slab.
-  __device__ __forceinline__ void solve(const StateFragment<typename Traits::State, kDk>& state, int column) const {
+  // of_k and of_q come with the products of the first tile.
+  __device__ __forceinline__ void solve(const StateFragment<typename Traits::State, kDk>& state, int column,
+                                        float (&of_k)[2][4], float (&of_q)[2][4]) const {
     const int g = lane / 4, c = lane & 3;
     const float skip = p.skip.data ? load_float(p.skip, 0, head) : 0.f;
     NodeSet bad = node_set(nodes.bad);
     uint32_t u_hi[kTiles][4], u_lo[kTiles][4];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      float of_k[2][4], of_q[2][4], v[2][4], u[2][4];
-      multiply_state(i, state, of_k, of_q);
+      float v[2][4], u[2][4];
+      if (i > 0) multiply_state(i, state, of_k, of_q);
       read_v(i, v);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -724,24 +731,29 @@ struct VerifyBlock {
   }
 };
 
-// Grid: (slices of the columns, value heads, requests). 1, 2 or 4 warps.
+// Grid: (slices of the columns, value heads, requests). A block has `column_warps` warps with columns of the state,
+// then helpers, which only share the work on A and M.
 template <typename Traits>
-__global__ void __launch_bounds__(kVerifyThreads, Traits::kMinBlocks)
-    recurrent_verify_kernel(const __grid_constant__ RecurrentVerifyParams p) {
+__global__ void __maxnreg__(Traits::kRegisters)
+    recurrent_verify_kernel(const __grid_constant__ RecurrentVerifyParams p, int column_warps) {
   extern __shared__ __align__(16) char smem[];
-  const VerifyBlock<Traits> block(p, smem);
+  const VerifyBlock<Traits> block(p, column_warps, smem);
+  // None of these loads waits for another.
   const int64_t slot = load_index(p.state_indices, blockIdx.z);
+  block.load_inputs();
+  const auto gates = block.read_gates();
   if (slot < 0) {
+    cp_async_wait_all();
     block.zero_outputs();
     return;
   }
-  const int column = (block.slice * block.warps + block.warp) * kColumnsPerWarp;
-  const bool active = column < p.d_v;  // warps past the last column only help with A and M
+  const int column = (block.slice * column_warps + block.warp) * kColumnsPerWarp;
+  const bool active = block.warp < column_warps && column < p.d_v;
 
   StateFragment<typename Traits::State, Traits::kDk> state;
+  float of_k[2][4], of_q[2][4];
   if (active) state.load(p.states, slot, block.head, column);
-  block.load_inputs();
-  block.load_gates();
+  block.set_gates(gates);
   if constexpr (Traits::kChannel) block.load_channel_gates();
   cp_async_wait_all();
   __syncthreads();
@@ -753,18 +765,24 @@ __global__ void __launch_bounds__(kVerifyThreads, Traits::kMinBlocks)
 
   if constexpr (Traits::kChannel) {
     block.make_system_by_channel();
+    __syncthreads();
+    for (int tile = block.first_task(); tile < Traits::kTiles; tile += block.warps) block.invert_diagonal(tile);
+    block.scale_channels();
   } else {
+    if (Traits::kStateFirst && active) {
+      state.split();
+      block.multiply_state(0, state, of_k, of_q);
+    }
     block.make_system();
   }
   __syncthreads();
 
-  if (block.delta) block.invert_diagonal();
-  if constexpr (Traits::kChannel) block.scale_channels();
-  __syncthreads();
-
   if (!active) return;
-  state.split();
-  block.solve(state, column);
+  if constexpr (!Traits::kStateFirst) {
+    state.split();
+    block.multiply_state(0, state, of_k, of_q);
+  }
+  block.solve(state, column, of_k, of_q);
   block.store_o(column);
 }
 

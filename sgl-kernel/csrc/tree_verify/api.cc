@@ -18,15 +18,6 @@ std::string gqa_head_sizes_string() {
   return text;
 }
 
-DType dtype_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::BFloat16: return DType::kBFloat16;
-    case ScalarType::Half: return DType::kFloat16;
-    case ScalarType::Float8_e4m3fn: return DType::kFloat8E4M3;
-    default: return DType::kFloat32;
-  }
-}
-
 const float* scale_pointer(const char* name, const OptionalTensor& scale, const Arg& q, const Tensor& k_cache) {
   if (!scale) return nullptr;
   check(k_cache.scalar_type() == ScalarType::Float8_e4m3fn, name, "None unless the KV cache is float8_e4m3fn",

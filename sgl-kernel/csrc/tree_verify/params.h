@@ -5,11 +5,9 @@
 #include <cstdint>
 
 #include "common/draft_tree.h"
+#include "common/dtype.h"
 
 namespace ddtree {
-
-// Element type of q and o, and of the KV cache.
-enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat8E4M3 = 2, kFloat32 = 3 /* CPU reference only */ };
 
 constexpr int kMlaQkDim = 576;  // ckv 512 | kpe 64
 constexpr int kMlaVDim = 512;
@@ -60,8 +58,8 @@ struct TreeVerifyParams {
   int32_t num_nodes;       // N, the most nodes per request (fixed at capture): 1 to kMaxNodes
   int32_t words;           // row stride of ancestors: ancestor_words(N) or more
   int32_t h_q, h_kv, d_qk, d_v;
-  int32_t num_splits;  // fixed at capture; the kernels cut each prefix by its length on the device
-  DType q_dtype, kv_dtype;
+  int32_t num_splits;       // fixed at capture; the kernels cut each prefix by its length on the device
+  DType q_dtype, kv_dtype;  // float32 in the CPU reference only
   bool kv_indices_is_64, tree_slots_is_64;
 };
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/shared_memory.h"
 #include "tree_verify/plan.h"
 #include "tree_verify/work_item.h"
 
@@ -14,8 +15,6 @@ struct __half;  // from cuda_fp16.h, which a host without CUDA does not have
 
 namespace ddtree {
 
-constexpr int kMaxSharedMemory = 101376;      // per block on sm_120 (99 KiB)
-constexpr int kMaxSharedMemorySm90 = 232448;  // per block on sm_90 (227 KiB)
 constexpr int kRowPad = 16;  // bytes per row, so that the eight rows of one ldmatrix fall into distinct banks
 
 // The type that a kernel multiplies in. fp8 KV is converted to fp16, one instruction for two values. Each row of bf16 Q
