@@ -95,7 +95,9 @@ class TestHub(DrafterCase):
         self.cache = self.enterContext(
             mock.patch("huggingface_hub.try_to_load_from_cache", return_value=None)
         )
-        self.enterContext(mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", False))  # the suite runs offline
+        self.enterContext(
+            mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        )  # the suite runs offline
         self.url = f"http://127.0.0.1:{server.server_port}"
         self.enterContext(
             mock.patch(
