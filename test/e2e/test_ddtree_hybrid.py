@@ -79,7 +79,7 @@ def first_choices(target, prompt, output):
 
 
 def answer_twice(engine):
-    """Asks for a prompt, then for the prompt with its whole answer, whose state is in the radix cache."""
+    """Ask for a prompt, then for the prompt with its whole answer, whose state is in the radix cache."""
     prompt = PROMPTS[4]
     (first,) = engine.generate([prompt], temperature=0, max_new_tokens=40, ignore_eos=True)
     answer = list(first.output_ids)

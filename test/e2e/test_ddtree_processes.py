@@ -54,7 +54,7 @@ class TestProcesses(CustomTestCase):
         cls.target, cls.drafter = write_models(Path(folder.name))
 
     def serve(self, *flags, processes):
-        """Starts a server, waits for `processes` (numbers by name), and asks it a few times."""
+        """Start a server, wait for `processes` (numbers by name), and ask it a few times."""
         environment = {
             **os.environ,
             "SGLANG_CPU_OMP_THREADS_BIND": "0|0",  # upstream must be told the cores of two ranks on one NUMA node

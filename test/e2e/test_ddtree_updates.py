@@ -70,7 +70,7 @@ class Updates:
 
 
 def update_in_every_way(engine):
-    """Returns, for each way: whether it succeeded, whether target and drafter have changed, and the steps."""
+    """Return, for each way: whether it succeeded, whether target and drafter have changed, and the steps."""
     drafter = engine.scheduler.draft_worker.draft_model
     target = engine.scheduler.tp_worker.model_runner.model
     updates = Updates(engine)

@@ -62,7 +62,7 @@ class WindowedLlama:
 
 
 def watch_window_slots(allocator):
-    """Makes the window layers' pool give its last slots first, and fills the slots that it frees with NaN.
+    """Make the window layers' pool give its last slots first, and fill the slots that it frees with NaN.
 
     Otherwise a token would have the same slot in both pools for a long time.
 

@@ -170,7 +170,7 @@ def json_type(value) -> str | None:
 
 
 def put(body, path, value):
-    """Sets one field of `body`; containers on the way are made."""
+    """Set one field of `body`; containers on the way are made."""
     *way, last = path
     for step, following in zip(way, path[1:]):
         new = [{}] if following == 0 else {}

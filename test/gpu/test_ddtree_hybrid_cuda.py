@@ -27,7 +27,7 @@ class _States:
 
 
 def continue_from_cache(engine):
-    """Answers PROMPTS, then asks for each prompt with its answer, whose states are in the radix cache.
+    """Answer PROMPTS, then ask for each prompt with its answer, whose states are in the radix cache.
 
     Returns:
         Both answers of each prompt as one, and of each second request: the tokens of the first prompt, its own,

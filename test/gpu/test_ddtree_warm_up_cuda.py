@@ -22,7 +22,7 @@ SECONDS = 240
 
 
 def late_kernels(engine) -> list[str]:
-    """Names of the Triton kernels that requests load after a server's own: greedy and sampled, alone and together."""
+    """Name of the Triton kernels that requests load after a server's own: greedy and sampled, alone and together."""
     import triton
 
     engine.generate([WARM_UP_PROMPT], temperature=0, max_new_tokens=8)

@@ -100,7 +100,7 @@ def run_and_judge(
     trees: dict[str, tuple[str, dict[str, Any], Callable[[Engine], Any]]],
     around_judge: dict[str, Callable[[Judge], Callable[[Engine], Any]]] | None = None,
 ) -> dict[str, Any]:
-    """Runs all engines at once. Each plain engine judges the answers of its tree engines.
+    """Run all engines at once. Each plain engine judges the answers of its tree engines.
 
     Args:
         folder: for the answers.

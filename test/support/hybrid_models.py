@@ -36,7 +36,7 @@ def _gdn(d: int, heads_per_key: int) -> dict[str, Any]:
 
 
 def _save(model: PreTrainedModel, folder: Path, dtype: str, drop: str | None = None) -> str:
-    """Draws the weights, and saves all whose names do not contain `drop`."""
+    """Draw the weights, and save all whose names do not contain `drop`."""
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.15)
@@ -54,7 +54,7 @@ def write_qwen3_next(
     vocabulary: int = VOCABULARY,
     seed: int = 5,
 ) -> str:
-    """Writes a random Qwen3-Next: three GDN layers and one attention layer, all with experts.
+    """Write a random Qwen3-Next: three GDN layers and one attention layer, all with experts.
 
     Args:
         folder: folder to create.
@@ -81,7 +81,7 @@ def write_qwen3_next(
 def write_qwen3_5(
     folder: Path, *, dtype: str = "float32", d: int = 64, experts: bool = False, seed: int = 6
 ) -> str:
-    """Writes a random Qwen3.5: three GDN layers and one attention layer, and a vision tower of one layer.
+    """Write a random Qwen3.5: three GDN layers and one attention layer, and a vision tower of one layer.
 
     Args:
         folder: folder to create.
@@ -110,7 +110,7 @@ def write_qwen3_5(
 
 
 def write_nemotron_h(folder: Path, *, dtype: str = "float32", d: int = 64, seed: int = 9) -> str:
-    """Writes a random Nemotron-H: two Mamba2 layers with two groups, one attention layer and one MLP.
+    """Write a random Nemotron-H: two Mamba2 layers with two groups, one attention layer and one MLP.
 
     Args:
         folder: folder to create.
@@ -139,7 +139,7 @@ def write_nemotron_h(folder: Path, *, dtype: str = "float32", d: int = 64, seed:
 
 
 def write_kimi_linear(folder: Path, *, dtype: str = "bfloat16", d: int = 64, seed: int = 10) -> str:
-    """Writes a random Kimi-Linear: three KDA layers and one MLA layer of the real latent size, all dense.
+    """Write a random Kimi-Linear: three KDA layers and one MLA layer of the real latent size, all dense.
 
     Args:
         folder: folder to create.

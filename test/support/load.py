@@ -12,7 +12,7 @@ REGEX = r"\[[01](,[01])*\]"
 
 
 def schedule(seed: int, *, grammars: bool = True) -> list[dict[str, Any]]:
-    """Plans requests of every kind. Arrival and abort are turns of the event loop (abort: or None).
+    """Plan requests of every kind. Arrival and abort are turns of the event loop (abort: or None).
 
     Args:
         seed: of the plan.
@@ -50,7 +50,7 @@ def schedule(seed: int, *, grammars: bool = True) -> list[dict[str, Any]]:
 
 
 def serve(engine: Engine, planned: list[dict[str, Any]]) -> tuple[dict[int, list[int]], tuple[Any, Any]]:
-    """Runs the plan.
+    """Run the plan.
 
     Returns:
         The output tokens of each greedy request that was not aborted, by its place in the plan. Then the free

@@ -161,7 +161,7 @@ class TestCommit(ConfiguredCase):
             self.states.verify(q, k, v.unflatten(-1, (H_V, D)), gate, layer, normalize=True, **nodes)
 
     def commit(self, lengths, track=None, interval=4, prefix=(2, 9)):
-        """Commits from the stored states. Returns the states and windows afterwards, and restores them."""
+        """Commit from the stored states, return the states and windows afterwards, and restore them."""
         cache = self.runner.req_to_token_pool.mamba_pool.mamba_cache
         before = cache.temporal.clone(), cache.conv[0].clone()
         accepted = Accepted.allocate(self.bs, 5, torch.device("cpu"))

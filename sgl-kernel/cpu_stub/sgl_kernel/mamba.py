@@ -13,7 +13,7 @@ _NORM_EPS = 1e-6
 
 
 def _per_sequence(query_start_loc: torch.Tensor, slots: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Returns (first token, end, slot) of each sequence that has a slot and tokens."""
+    """Return (first token, end, slot) of each sequence that has a slot and tokens."""
     bounds = query_start_loc.tolist()
     spans = zip(bounds[:-1], bounds[1:], slots.tolist())
     return [(start, end, slot) for start, end, slot in spans if slot >= 0 and end > start]
@@ -101,7 +101,7 @@ def causal_conv1d_update_cpu(
 def fused_gdn_gating_cpu(
     A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes GDN's gates.
+    """Compute GDN's gates.
 
     Args:
         A_log, dt_bias: [h_v].
@@ -123,7 +123,7 @@ def chunk_gated_delta_rule_cpu(
     initial_state: torch.Tensor, initial_state_indices: torch.Tensor, cu_seqlens: torch.Tensor,
     head_first: bool = False, use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[torch.Tensor, None, None]:  # fmt: skip
-    """Runs the gated delta rule over sequences, each from its stored state, and stores the states at their ends.
+    """Run the gated delta rule over sequences, each from its stored state, and store the states at their ends.
 
     Args:
         q, k: [1, tokens, h_k, d_k].
@@ -168,7 +168,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     cu_seqlens: torch.Tensor, use_qk_l2norm_in_kernel: bool, softplus_beta: float = 1.0,
     softplus_threshold: float = 20.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Runs GDN over one token per request.
+    """Run GDN over one token per request.
 
     Args:
         softplus_beta, softplus_threshold: must be 1 and 20, torch's defaults.
@@ -200,7 +200,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 def fused_rmsnorm_gated_cpu(
     x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Computes rms_norm(x) * weight * silu(gate), all [rows, d], in float32; the result has x's dtype."""
+    """Compute rms_norm(x) * weight * silu(gate), all [rows, d], in float32; the result has x's dtype."""
     x32 = x.float()
     normalized = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     return (normalized * weight.float() * F.silu(gate.float())).to(x.dtype)
@@ -257,7 +257,7 @@ def selective_state_update_cpu(
     D: torch.Tensor | None = None, z: None = None, dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False, state_batch_indices: torch.Tensor | None = None, *, out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Runs Mamba2 over one token per request.
+    """Run Mamba2 over one token per request.
 
     Args:
         state: [slots, h, d, n], written in place.
@@ -295,7 +295,7 @@ def mamba_chunk_scan_cpu(
     dt_bias: torch.Tensor | None = None, initial_states: torch.Tensor | None = None,
     dt_softplus: bool = False, state_dtype: torch.dtype | None = None, **unused: Any,
 ) -> tuple[None, torch.Tensor, None]:  # fmt: skip
-    """Runs Mamba2 over sequences.
+    """Run Mamba2 over sequences.
 
     Args:
         x: [1, tokens, h, d].

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_threads(argv: list[str]) -> None:
-    """Sets OMP_NUM_THREADS to the free cores of each rank, and OMP_WAIT_POLICY to passive. What the user set stays.
+    """Set OMP_NUM_THREADS to the free cores of each rank, and OMP_WAIT_POLICY to passive. What the user set stays.
 
     Free are the cores that this process may use, as far as its cgroup's quota reaches, minus those that were busy
     during SAMPLE_SECONDS.

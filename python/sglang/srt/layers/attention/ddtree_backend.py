@@ -61,12 +61,12 @@ TOKENS_PER_COPY_BLOCK = (
 
 
 def is_causal(layer: RadixAttention) -> bool:
-    """Returns whether a position of a draft block sees only itself and those before it."""
+    """Return whether a position of a draft block sees only itself and those before it."""
     return layer.attn_type == AttentionType.DECODER
 
 
 def chain_ancestors(num_nodes: int, causal: bool, device: torch.device | str) -> torch.Tensor:
-    """Makes the ancestor words of a block that is no tree.
+    """Make the ancestor words of a block that is no tree.
 
     Args:
         num_nodes: positions of the block.
@@ -121,7 +121,7 @@ class TreeVerifyMixin(AttentionBackend):
             )
 
     def _prefix_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (kv_indptr, kv_indices) of the requests' prefixes."""
+        """Return (kv_indptr, kv_indices) of the requests' prefixes."""
         raise NotImplementedError
 
     def _find_window_slots(self, forward_batch: ForwardBatch) -> None:
@@ -151,7 +151,7 @@ class TreeVerifyMixin(AttentionBackend):
             self._verify_mask = msgspec.structs.replace(self._verify_mask, buffer=self._empty_mask(max_bs))
 
     def _empty_mask(self, bs: int) -> torch.Tensor:
-        """Allocates a full mask that is large enough for any prefixes.
+        """Allocate a full mask that is large enough for any prefixes.
 
         Under overlap scheduling a prefix can end past the context, because the host does not know yet that
         the request has ended. But prefix and tree always fit in the request's row of the slot table.
@@ -199,7 +199,7 @@ class TreeVerifyMixin(AttentionBackend):
             self._write_full_mask(spec_info.custom_mask, bs)
 
     def _write_full_mask(self, mask: torch.Tensor, bs: int) -> None:
-        """Writes the tree part of the base backend's mask. Its kernels do not read the prefix part.
+        """Write the tree part of the base backend's mask. Its kernels do not read the prefix part.
 
         Args:
             mask: flat. Each request has N rows of prefix + N cells.
@@ -255,7 +255,7 @@ class TreeVerifyMixin(AttentionBackend):
         *,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends from each node to its prefix, its ancestors and itself.
+        """Attend from each node to its prefix, its ancestors and itself.
 
         Args:
             q: [T, h_q * d_qk].
@@ -298,7 +298,7 @@ class TreeVerifyMixin(AttentionBackend):
         return VerifySlots(*self._prefix_slots(), self.tree_prefix_lens, forward_batch.out_cache_loc)
 
     def ancestors_of(self, tokens: int, *, causal: bool = True) -> torch.Tensor:
-        """Returns the ancestor words of the trees or, if the verify has none, of a draft block per request.
+        """Return the ancestor words of the trees or, if the verify has none, of a draft block per request.
 
         Those of draft blocks are made for all requests at once, so that a graph that was captured for few still
         finds them.
@@ -321,7 +321,7 @@ class TreeVerifyMixin(AttentionBackend):
     def _accumulate_difference(
         self, native: torch.Tensor, base: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> None:
-        """Raises tree_difference[layer, request] to the largest |native - base| of the request's nodes.
+        """Raise tree_difference[layer, request] to the largest |native - base| of the request's nodes.
 
         A graph can capture it.
         """
@@ -466,7 +466,7 @@ class TorchNativeTreeVerify(TreeVerifyMixin, TorchNativeAttnBackend):
 def with_block_attention(
     backend: AttentionBackend, runner: ModelRunner, *, block_size: int
 ) -> AttentionBackend:
-    """Wraps the drafter's backend if it is upstream's Triton backend: its block runs on the tree ops.
+    """Wrap the drafter's backend if it is upstream's Triton backend: its block runs on the tree ops.
 
     A draft block is a tree that hides nothing, or a chain where the drafter is causal. What the tree ops do not
     cover stays on Triton.
@@ -502,7 +502,7 @@ def with_tree_verify(
     graph_ancestors: torch.Tensor | None = None,
     recurrent: RecurrentStates | None = None,
 ) -> AttentionBackend:
-    """Wraps a backend so that it runs TARGET_VERIFY on trees, and everything else as before.
+    """Wrap a backend so that it runs TARGET_VERIFY on trees, and everything else as before.
 
     Args:
         backend: upstream's attention backend of `runner`, after its construction and before graph capture.
@@ -563,7 +563,7 @@ def with_tree_verify(
 
 
 def difference_table(backend: AttentionBackend) -> torch.Tensor | None:
-    """Returns what a validating verify accumulates.
+    """Return what a validating verify accumulates.
 
     Args:
         backend: what with_tree_verify() returned.
@@ -575,7 +575,7 @@ def difference_table(backend: AttentionBackend) -> torch.Tensor | None:
 
 
 def prepares_in_graph(backend: AttentionBackend) -> bool:
-    """Returns whether a captured verify or draft block needs nothing from the host before a replay.
+    """Return whether a captured verify or draft block needs nothing from the host before a replay.
 
     The base backend's kernels do: upstream fills their slots, and their mask is written, outside of the graph. So do
     recurrent layers, whose slots of states upstream fills there.
@@ -590,14 +590,14 @@ def prepares_in_graph(backend: AttentionBackend) -> bool:
 
 
 def _verifying(backend: AttentionBackend) -> Any:
-    """Returns the part of a backend that runs the attention of TARGET_VERIFY."""
+    """Return the part of a backend that runs the attention of TARGET_VERIFY."""
     if isinstance(backend, HybridLinearAttnBackend):
         backend = backend.full_attn_backend
     return backend.decode_backend if isinstance(backend, HybridAttnBackend) else backend
 
 
 def create_draft_backend(runner: ModelRunner) -> AttentionBackend:
-    """Makes the drafter's attention backend on a CPU: torch's, with tree verify for the draft block.
+    """Make the drafter's attention backend on a CPU: torch's, with tree verify for the draft block.
 
     Args:
         runner: the drafter's.

@@ -39,7 +39,7 @@ class RecurrentVerifyMixin(MambaAttnBackendBase):
         self.accept_lens_pool = None  # KDA: with it, prefill writes states per node
 
     def _nodes(self, forward_batch: ForwardBatch, tokens: int) -> dict[str, torch.Tensor]:
-        """Returns the slots and ancestor words of a verify's `tokens` nodes."""
+        """Return the slots and ancestor words of a verify's `tokens` nodes."""
         num_nodes = forward_batch.spec_info.draft_token_num
         return dict(
             slots=self.forward_metadata.mamba_cache_indices[: tokens // num_nodes],
@@ -51,7 +51,7 @@ class LinearAttentionVerify(RecurrentVerifyMixin):
     """Tree verify of the backends whose layers are RadixLinearAttention."""
 
     def _gate(self, layer: RadixLinearAttention, a: torch.Tensor, b: torch.Tensor) -> Gate:
-        """Returns the layer's gate, of the kind that the tree ops expect. a and b are the model's."""
+        """Return the layer's gate, of the kind that the tree ops expect. a and b are the model's."""
         raise NotImplementedError
 
     def forward_extend(
@@ -159,7 +159,7 @@ WRAPPERS: dict[type[MambaAttnBackendBase], type[RecurrentVerifyMixin]] = {
 def with_recurrent_verify(
     backend: MambaAttnBackendBase, states: RecurrentStates, ancestors_of: AncestorsOf
 ) -> MambaAttnBackendBase:
-    """Wraps a linear-attention backend so that it runs TARGET_VERIFY on trees, and everything else as before.
+    """Wrap a linear-attention backend so that it runs TARGET_VERIFY on trees, and everything else as before.
 
     Args:
         backend: upstream's, after its construction and before graph capture.

@@ -10,7 +10,7 @@ Wrapper = TypeVar("Wrapper", bound=AttentionBackend)
 
 
 def wrap(wrapper: type[Wrapper], backend: AttentionBackend) -> Wrapper:
-    """Makes an object of class `wrapper`, a subclass of the backend's class, that shares the backend's state.
+    """Make an object of class `wrapper`, a subclass of the backend's class, that shares the backend's state.
 
     Why not an object that holds the backend and forwards to it:
     - Upstream checks the type: unless it is a TritonAttnBackend, Gemma 3 and 4 give images causal attention.

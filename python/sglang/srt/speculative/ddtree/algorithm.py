@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def keeps_no_state_per_node() -> bool:
-    """Returns whether recurrent layers are verified without a stored state per node: if DDTREE serves."""
+    """Return whether recurrent layers are verified without a stored state per node: if DDTREE serves."""
     return get_spec().speculative_algorithm == "DDTREE"
 
 

@@ -42,7 +42,7 @@ def top_candidates(
 
 
 def topk_logsumexp(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Finds the k largest logits of each row, and the logsumexp of the row, in two kernels.
+    """Find the k largest logits of each row, and the logsumexp of the row, in two kernels.
 
     Args:
         logits: [rows, vocabulary] of any float dtype; the last dimension is contiguous.

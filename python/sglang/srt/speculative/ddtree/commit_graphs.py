@@ -118,7 +118,7 @@ class CommitGraphs:
         return tokens.view(bs, -1), lengths.view(torch.int32)[:bs], bonus, new_seq_lens
 
     def replay(self, bs: int, padded_bs: int) -> tuple[Accepted, torch.Tensor]:
-        """Accepts and commits the step whose verify graph ran last.
+        """Accept and commit the step whose verify graph ran last.
 
         Args:
             bs: requests. The target's tokens are in target[:bs].

@@ -15,7 +15,7 @@ MLA_SHAPE = (1, *MLA_HEAD_SIZES)  # h_kv, d_qk and d_v of verify_mla()
 
 
 def verify_layers(model: torch.nn.Module) -> list[RadixAttention]:
-    """Returns the attention layers that a verify runs.
+    """Return the attention layers that a verify runs.
 
     An MLA layer has two: the absorbed one, which a verify runs, and an unabsorbed one for prefill.
     """
@@ -25,23 +25,23 @@ def verify_layers(model: torch.nn.Module) -> list[RadixAttention]:
 
 
 def layer_shape(layer: RadixAttention) -> tuple[int, int, int, int]:
-    """Returns (h_q, h_kv, d_qk, d_v) of a layer on this rank."""
+    """Return (h_q, h_kv, d_qk, d_v) of a layer on this rank."""
     return layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
 
 
 def has_window(layer: RadixAttention) -> bool:
-    """Returns whether a layer has a sliding window."""
+    """Return whether a layer has a sliding window."""
     return layer.sliding_window_size not in (None, -1)
 
 
 def widest_window(model: torch.nn.Module) -> int | None:
-    """Returns the largest sliding window of a model's layers, in tokens before the query, or None."""
+    """Return the largest sliding window of a model's layers, in tokens before the query, or None."""
     windowed = [layer.sliding_window_size for layer in verify_layers(model) if has_window(layer)]
     return max(windowed, default=None)
 
 
 def is_scaled(layer: RadixAttention) -> bool:
-    """Returns whether a checkpoint asks to store K and V divided by scales other than 1.
+    """Return whether a checkpoint asks to store K and V divided by scales other than 1.
 
     With an FP8 checkpoint every layer has scales, whatever the dtype of the KV cache. Most are 1.
     """
@@ -49,18 +49,18 @@ def is_scaled(layer: RadixAttention) -> bool:
 
 
 def applies_scales(layer: RadixAttention, kv_cache_dtype: torch.dtype) -> bool:
-    """Returns whether the pool and the tree ops apply a layer's scales. They do for MHA in float8 only."""
+    """Return whether the pool and the tree ops apply a layer's scales. They do for MHA in float8 only."""
     return kv_cache_dtype == torch.float8_e4m3fn and layer_shape(layer)[1:] != MLA_SHAPE
 
 
 def has_kernel(shape: tuple[int, int, int, int]) -> bool:
-    """Returns whether the tree ops have a kernel for a layer_shape()."""
+    """Return whether the tree ops have a kernel for a layer_shape()."""
     _, _, d_qk, d_v = shape
     return shape[1:] == MLA_SHAPE or (d_qk == d_v and d_qk in GQA_HEAD_SIZES)
 
 
 def not_covered(runner: ModelRunner) -> list[str]:
-    """Names what the tree ops cannot do of a model's attention.
+    """Name what the tree ops cannot do of a model's attention.
 
     Args:
         runner: the target's or the drafter's ModelRunner.
@@ -88,7 +88,7 @@ def not_covered(runner: ModelRunner) -> list[str]:
 
 
 def not_prefilled_by_torch(runner: ModelRunner) -> list[str]:
-    """Names what SGLang's torch backend (0.5.23) cannot prefill. It has no MLA and no sinks, and ignores the rest.
+    """Name what SGLang's torch backend (0.5.23) cannot prefill. It has no MLA and no sinks, and ignores the rest.
 
     Args:
         runner: the target's ModelRunner.

@@ -53,13 +53,13 @@ class ForwardStep:
         )
 
     def _host_bound(self, width: int) -> torch.Tensor:
-        """Returns [bs] on the host: at least prefix + width of each request. Backends size buffers by it."""
+        """Return [bs] on the host: at least prefix + width of each request. Backends size buffers by it."""
         if self.batch.seq_lens_cpu is not None:
             return self.batch.seq_lens_cpu + width
         return self.draft_input.nxt_kv_lens_cpu
 
     def draft(self) -> DraftTrees:
-        """Runs the drafter once over [bonus, mask, ...], and builds trees from its candidates."""
+        """Run the drafter once over [bonus, mask, ...], and build trees from its candidates."""
         worker, batch, bs, width = self.worker, self.batch, self.bs, self.worker.block_size
         ids = torch.full((bs, width), worker.mask_token_id, dtype=torch.int64, device=worker.device)
         ids[:, 0] = self.draft_input.bonus_tokens
@@ -100,7 +100,7 @@ class ForwardStep:
         return trees
 
     def verify(self) -> tuple[LogitsProcessorOutput, torch.Tensor]:
-        """Runs the target over all nodes of the trees.
+        """Run the target over all nodes of the trees.
 
         Returns:
             The output, with logits [bs * N, vocabulary], and the nodes' positions: [bs * N] int64.

@@ -16,7 +16,7 @@ ENTRY_POINT = "ddtree"
 
 
 def register() -> None:
-    """Adds the algorithm DDTREE, its checks of arguments, and the backend that its drafter uses on a CPU."""
+    """Add the algorithm DDTREE, its checks of arguments, and the backend that its drafter uses on a CPU."""
     # Imports are in here so that register_on_demand() can report one that fails.
     from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
     from sglang.srt.arg_groups.overrides import resolving_view
@@ -66,7 +66,7 @@ def register() -> None:
 
 
 def register_on_demand(name: str) -> CustomSpecAlgo | None:
-    """Registers DDTREE if a process asks for it by name and does not know it yet.
+    """Register DDTREE if a process asks for it by name and does not know it yet.
 
     Upstream loads the plug-ins in some of its processes. Others, such as the tokenizer workers, read the algorithm's
     name from the server's arguments without having loaded any.

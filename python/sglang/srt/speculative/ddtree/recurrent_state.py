@@ -56,7 +56,7 @@ class RecurrentShape:
 
     @classmethod
     def of(cls, layer: torch.nn.Module) -> RecurrentShape:
-        """Returns the shape of a layer that recurrent_layers() found."""
+        """Return the shape of a layer that recurrent_layers() found."""
         if isinstance(layer, RadixLinearAttention):
             return cls(
                 h_k=layer.num_k_heads,
@@ -75,12 +75,12 @@ class RecurrentShape:
 
 
 def recurrent_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Returns the recurrent layers that call SGLang's linear-attention backend: GDN, KDA and Mamba2."""
+    """Return the recurrent layers that call SGLang's linear-attention backend: GDN, KDA and Mamba2."""
     return [m for m in model.modules() if isinstance(m, RadixLinearAttention | MambaMixer2)]
 
 
 def recurrent_gaps(runner: ModelRunner, num_nodes: int) -> list[str]:
-    """Names what the tree ops cannot do of a target's recurrent layers.
+    """Name what the tree ops cannot do of a target's recurrent layers.
 
     Args:
         runner: the target's.
@@ -160,7 +160,7 @@ class RecurrentStates:
 
     @classmethod
     def of(cls, runner: ModelRunner, num_nodes: int) -> RecurrentStates | None:
-        """Returns the states of a target, or None if it has no recurrent layers."""
+        """Return the states of a target, or None if it has no recurrent layers."""
         if mambaish_config(runner.model_config) is None:
             return None
         max_bs = get_schedule().max_running_requests + 1  # the pool of requests has one for padding
@@ -252,7 +252,7 @@ class RecurrentStates:
         scale: float | None = None,
         normalize: bool = False,
     ) -> torch.Tensor:
-        """Runs one layer over all nodes. It reads each request's state and writes none.
+        """Run one layer over all nodes. It reads each request's state and writes none.
 
         Args:
             q, k: [bs * N, h_k, d_k].
@@ -283,7 +283,7 @@ class RecurrentStates:
     # ---- commit ----
 
     def commit(self, batch: ScheduleBatch, prefix_lens: torch.Tensor, accepted: Accepted) -> None:
-        """Applies the accepted paths to states and windows, in place. It does not wait for the device.
+        """Apply the accepted paths to states and windows, in place. It does not wait for the device.
 
         If the radix cache keeps states at multiples of an interval ("extra_buffer"), the state at the last
         multiple that a path reaches is written to the slot that upstream chose for it.
@@ -312,7 +312,7 @@ class RecurrentStates:
 
 
 def tracked_positions(prefix_lens: torch.Tensor, lengths: torch.Tensor, interval: int) -> torch.Tensor:
-    """Finds the path position whose state the radix cache wants.
+    """Find the path position whose state the radix cache wants.
 
     Args:
         prefix_lens: [bs] int64, committed tokens before the step.

@@ -182,7 +182,7 @@ def refuse_server_args(args: ServerArgs) -> None:
 
 
 def resolve_server_args(args: ServerArgs) -> None:
-    """Fills in the arguments that DDTREE decides.
+    """Fill in the arguments that DDTREE decides.
 
     Args:
         args: the server's arguments, after refuse_server_args().
@@ -248,7 +248,7 @@ def choose_attention_backends(args: ServerArgs) -> None:
 
 
 def resolve_widths(args: ServerArgs) -> None:
-    """Fills in N, F and K from the arguments, the drafter's config and the defaults.
+    """Fill in N, F and K from the arguments, the drafter's config and the defaults.
 
     F is at most N. The 2N slots that the scheduler reserves for a request then hold a committed path (F) and
     the next tree (N).
@@ -312,7 +312,7 @@ def resolve_widths(args: ServerArgs) -> None:
 
 
 def reserve_verify_memory(args: ServerArgs) -> None:
-    """Lowers the default of --mem-fraction-static by what a verify needs beyond upstream's reserve.
+    """Lower the default of --mem-fraction-static by what a verify needs beyond upstream's reserve.
 
     Upstream (0.5.23) reserves 1.5 MB of activations per token of a prefill chunk, and little for a decoding
     graph. A verify has bs * N tokens and needs their logits twice: in the model's dtype, and in float32 where

@@ -83,7 +83,7 @@ class StepGraphs:
         target_runner.capture_tail_hooks.append(self.commits.note_hidden)
 
     def write_block(self, runner: Any, forward_batch: ForwardBatch) -> None:
-        """Writes the draft block's tokens, positions and slots. The draft graph begins with it."""
+        """Write the draft block's tokens, positions and slots. The draft graph begins with it."""
         bs, width = forward_batch.batch_size, self.block_size
         tokens = forward_batch.input_ids.view(bs, width)
         tokens.fill_(self.mask_token_id)
@@ -96,7 +96,7 @@ class StepGraphs:
         forward_batch.out_cache_loc.view(bs, width).copy_(slots[:, :width])
 
     def write_nodes(self, runner: Any, forward_batch: ForwardBatch) -> None:
-        """Writes the nodes' tokens, positions and slots. The verify graph begins with it."""
+        """Write the nodes' tokens, positions and slots. The verify graph begins with it."""
         bs, num_nodes = forward_batch.batch_size, self.trees.tokens.shape[1]
         forward_batch.input_ids.view(bs, num_nodes).copy_(self.trees.tokens[:bs])
         positions = forward_batch.positions.view(bs, num_nodes)
@@ -110,7 +110,7 @@ class StepGraphs:
             self.commits.capture(self.target_runner.decode_cuda_graph_runner)
 
     def can_run(self, bs: int) -> bool:
-        """Returns whether the graphs hold `bs` requests and need no more than what draft() gives them."""
+        """Return whether the graphs hold `bs` requests and need no more than what draft() gives them."""
         runners = (self.draft_runner, self.target_runner)
         if not self._complete or any(runner.device_timer for runner in runners):
             return False
@@ -132,7 +132,7 @@ class StepGraphs:
         return set(graphs.buffer_registry.slot_names()) <= known and not watched
 
     def stage(self, bonus: torch.Tensor, slots: torch.Tensor) -> None:
-        """Gives the graphs what they write into their inputs, for a step that upstream's path runs.
+        """Give the graphs what they write into their inputs, for a step that upstream's path runs.
 
         Args:
             bonus: [bs] int64, each request's last token.

@@ -90,7 +90,7 @@ class DDTreeWorker(DFlashWorkerV2):
                 layer.self_attn.use_table_qk_norm_rope = False  # a Triton kernel
 
     def _refuse_models(self) -> None:
-        """Raises ValueError for a target or a drafter that DDTREE cannot serve."""
+        """Raise ValueError for a target or a drafter that DDTREE cannot serve."""
         if gaps := "; ".join(recurrent_gaps(self.model_runner, self.num_nodes)):
             raise ValueError(
                 f"DDTREE: target model: expected recurrent layers that the tree ops cover, got {gaps}: serve it "
@@ -104,7 +104,7 @@ class DDTreeWorker(DFlashWorkerV2):
             )
 
     def _embed_block(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeds the draft block: with the drafter's own embedding if it has one, else with the target's."""
+        """Embed the draft block: with the drafter's own embedding if it has one, else with the target's."""
         embed = self.draft_model.get_input_embeddings() or self.model_runner.model.get_input_embeddings()
         return unwrap_lora_layer(embed)(ids) * self._noise_embed_scale
 
@@ -114,7 +114,7 @@ class DDTreeWorker(DFlashWorkerV2):
         return None  # the logits of every node are needed: for sampling, grammar and logprobs
 
     def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
-        """Accepts every batch: DDTREE applies each sampling option at each node."""
+        """Accept every batch: DDTREE applies each sampling option at each node."""
 
     def prewarm_sampling(self) -> Any:
         # DFLASH's rehearsal would make the KV pool leave room to sample a whole batch. See target_tokens().
@@ -130,7 +130,7 @@ class DDTreeWorker(DFlashWorkerV2):
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
 
     def _widen(self, pool: ReqToTokenPool) -> None:
-        """Makes a request's row of the slot table as wide as what the scheduler writes into it.
+        """Make a request's row of the slot table as wide as what the scheduler writes into it.
 
         The scheduler reserves 2N slots beyond the committed ones, in whole pages, also at the end of the
         context. At page size 1, upstream 0.5.23 has room for N + 4. On CUDA the rest would overwrite the next
@@ -225,7 +225,7 @@ class DDTreeWorker(DFlashWorkerV2):
             ]
 
     def _warm_up(self) -> None:
-        """Runs the Triton kernels that no graph holds and no plain server has: a request would wait for the compiler.
+        """Run the Triton kernels that no graph holds and no plain server has: a request would wait for the compiler.
 
         Upstream's kernels of a prefill are left to the request that a server sends itself before it is ready.
         """
@@ -246,7 +246,7 @@ class DDTreeWorker(DFlashWorkerV2):
                 assign_req_to_token_pool_func(rows, table, lens, lens, slots, len(rows))
 
     def _warm_up_draft_kv(self) -> None:
-        """Writes the drafter's KV of made-up prefills to the padding's slot."""
+        """Write the drafter's KV of made-up prefills to the padding's slot."""
         fc = self.draft_model.fc
         width = fc.input_size if hasattr(fc, "input_size") else fc.in_features
         for tokens in WARM_UP_TOKENS:
@@ -357,7 +357,7 @@ class DDTreeWorker(DFlashWorkerV2):
         )
 
     def _begin(self, batch: ScheduleBatch) -> StepGraphs | ForwardStep:
-        """Returns what can run a step of this batch."""
+        """Return what can run a step of this batch."""
         if self.step_graphs is not None and self.step_graphs.can_run(len(batch.seq_lens)):
             return self.step_graphs.begin(batch)
         return ForwardStep(self, batch)
@@ -365,7 +365,7 @@ class DDTreeWorker(DFlashWorkerV2):
     def _grammar_mask(
         self, batch: ScheduleBatch, tree: GrammarTree | None, barrier: Any
     ) -> GrammarMask | None:
-        """Builds the mask of the tokens that grammars allow at each node. It waits for the trees' copy.
+        """Build the mask of the tokens that grammars allow at each node. It waits for the trees' copy.
 
         Args:
             batch: of the step.
@@ -388,7 +388,7 @@ class DDTreeWorker(DFlashWorkerV2):
     def commit(
         self, hidden: torch.Tensor, accepted: Accepted, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Moves the accepted KV to the front of the window, and gives the drafter the path's hidden states.
+        """Move the accepted KV to the front of the window, and give the drafter the path's hidden states.
 
         A graph captures this.
 
@@ -413,7 +413,7 @@ class DDTreeWorker(DFlashWorkerV2):
         )
 
     def _report_difference(self, batch: ScheduleBatch) -> None:
-        """Reports what a validating verify has found, now and then."""
+        """Report what a validating verify has found, now and then."""
         if self.difference is None:
             return
         found = self.difference.step({request.kv.req_pool_idx: request.rid for request in batch.reqs})
