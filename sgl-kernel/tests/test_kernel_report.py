@@ -1,5 +1,6 @@
 """The build report: what it computes and which kernels it rejects."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -9,10 +10,11 @@ import pytest
 from ci_registration import register_cpu_ci
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
-sys.path.insert(0, str(TOOLS))
-
-import kernel_report  # noqa: E402
-from kernel_report import Kernel  # noqa: E402
+spec = importlib.util.spec_from_file_location("kernel_report", TOOLS / "kernel_report.py")
+kernel_report = importlib.util.module_from_spec(spec)
+sys.modules["kernel_report"] = kernel_report  # dataclasses look their module up
+spec.loader.exec_module(kernel_report)
+Kernel = kernel_report.Kernel
 
 register_cpu_ci(est_time=5, suite="kernel")
 
