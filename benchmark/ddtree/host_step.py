@@ -33,8 +33,8 @@ import torch
 from support.engine import Engine
 from support.processes import EngineProcess
 
-from benchmark.ddtree.bench_shape import BLOCK_SIZE, SHAPES, randomize, write_configs
 from benchmark.ddtree.record import origin, save
+from benchmark.ddtree.shapes import BLOCK_SIZE, SHAPES, randomize, write_configs
 from benchmark.ddtree.stages import WAIT, Stages, read_trace, watch
 
 FOLDER = Path(__file__).parent
@@ -123,6 +123,10 @@ def fill_cache(engine: Engine, prompts: list[list[int]]) -> None:
                 f"fill_cache: expected {len(prompt)} free slots, got {allocator.available_size()}"
             )
         scheduler.tree_cache.insert(InsertParams(key=RadixKey(array("q", prompt)), value=slots))
+    if engine.args.device == "cuda":
+        # The cache has copied the slots on this stream, behind all the random numbers. The scheduler has streams of
+        # its own, which wait for none of this.
+        torch.cuda.synchronize()
 
 
 class Measurement:

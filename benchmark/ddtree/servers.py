@@ -90,8 +90,7 @@ def device_flags(device: str, requests_at_once: int) -> list[str]:
         return [*common, "--mem-fraction-static", "0.1"]
     sizes = [str(1 << i) for i in range(requests_at_once.bit_length()) if 1 << i < requests_at_once]
     return [
-        *common, "--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled",
-        "--cuda-graph-bs-decode", *sizes, str(requests_at_once), "--mem-fraction-static", "0.8",
+        *common, "--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs-decode", *sizes, str(requests_at_once), "--mem-fraction-static", "0.8",
     ]  # fmt: skip
 
 
