@@ -1,10 +1,12 @@
-"""Draws the README's picture from two results files of host_step.py: the demo model and the shape of an 8B model.
+"""Draws the README's picture from results files of host_step.py: the demo model and the shape of an 8B model.
 
     python3 -m venv /tmp/plot && /tmp/plot/bin/pip install matplotlib
     /tmp/plot/bin/python -m benchmark.ddtree.plot_readme \\
-        benchmark/ddtree/results/DEMO.json benchmark/ddtree/results/SHAPE.json docs/images/ddtree-vs-dflash.png
+        --demo DEMO.json --shape SHAPE.json [SHAPE.json ...] \\
+        --output docs/images/ddtree-vs-dflash.png
 
-The picture needs only matplotlib, which is not part of the CPU profile.
+A case of the shape comes from the first file that has it. The picture needs only matplotlib, which is not part of the
+CPU profile.
 """
 
 from __future__ import annotations
@@ -82,37 +84,59 @@ def draw_demo(accept: Axes, speed: Axes, results: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def draw(demo: tuple[str, dict[str, Any]], shape: tuple[str, dict[str, Any]], target: Path) -> None:
+def steps_of(shapes: dict[str, dict[str, Any]]) -> tuple[dict[int, dict[str, float]], dict[str, list[str]]]:
+    """Collect the step times of the shape at CONTEXT.
+
+    Args:
+        shapes: content of the results files, by name.
+
+    Returns:
+        Milliseconds per step, by batch size and case; and the cases that come from each file.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    source: dict[str, str] = {}
+    for name, found in shapes.items():
+        for row in found["results"]:
+            batch, context = row["batch"].split(", context ")
+            if (
+                int(context) == CONTEXT
+                and row["case"] in CASES
+                and source.setdefault(row["case"], name) == name
+            ):
+                steps.setdefault(int(batch.split()[1]), {})[row["case"]] = row["step_us"] / 1000
+    return steps, {name: [case for case in CASES if source.get(case) == name] for name in shapes}
+
+
+def draw(demo: tuple[str, dict[str, Any]], shapes: dict[str, dict[str, Any]], target: Path) -> None:
     """Draw the whole picture.
 
     Args:
         demo: name and content of the results file of the demo model.
-        shape: name and content of the results file of the shape.
+        shapes: content of the results files of the shape, by name.
         target: image file to write.
     """
     figure = plt.figure(figsize=(10, 6.2))
     grid = figure.add_gridspec(2, 6)
     draw_demo(figure.add_subplot(grid[0, :3]), figure.add_subplot(grid[0, 3:]), demo[1])
-    steps: dict[int, dict[str, float]] = {}
-    for row in shape[1]["summary"]:
-        name, context = row["batch"].split(", context ")
-        if int(context) == CONTEXT:
-            steps.setdefault(int(name.split()[1]), {})[row["case"]] = row["step_us"] / 1000
+    steps, cases = steps_of(shapes)
     for column, (batch, times) in enumerate(sorted(steps.items())):
         title = f"8B shape, batch {batch}: ms per step"
         axes = figure.add_subplot(grid[1, 2 * column : 2 * column + 2])
         draw_bars(axes, times, title, digits=1, top=1.15 * max(times.values()))
     rounds = demo[1]["summary"][0]["rounds"]
-    figure.suptitle("DDTREE with a verify tree of N nodes, against DFLASH and plain decoding", fontsize=12)
+    files = "; ".join(
+        f"{name} ({', '.join(CASES[case][0] for case in found)})" for name, found in cases.items() if found
+    )
     caption = (
         f"One {demo[1]['gpu']}, the full CUDA profile (torch {demo[1]['torch']}), greedy, in bfloat16. DFLASH and plain "
         "decoding run on fa3.\n"
         f"Top: SmolLM2-135M-Instruct with the demo drafter, {rounds} interleaved rounds with one prompt each. "
-        "Dot: one round. Error bar: 95% interval of the median.\n"
+        f"Dot: one round. Error bar: 95% interval of the median. {demo[0]}\n"
         f"Bottom: Llama-3.1-8B's shape with random weights, context {CONTEXT:,}. It shows the cost of a step, not "
-        f"the speed of a model.\n{demo[0]}, {shape[0]}"
+        f"the speed of a model.\n{files}"
     )
-    figure.text(0.5, 0.008, caption, ha="center", fontsize=7, color="#555555")
+    figure.suptitle("DDTREE with a verify tree of N nodes, against DFLASH and plain decoding", fontsize=12)
+    figure.text(0.5, 0.008, caption, ha="center", fontsize=6.5, color="#555555")
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=100)
@@ -122,12 +146,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("demo", type=Path, help="results file of host_step.py with the demo model, in rounds")
-    parser.add_argument("shape", type=Path, help="results file of host_step.py with --shape")
-    parser.add_argument("target", type=Path, help="PNG or SVG file to write")
+    parser.add_argument("--demo", type=Path, required=True, help="results file of the demo model, in rounds")
+    parser.add_argument("--shape", type=Path, nargs="+", required=True, help="results files of the shape")
+    parser.add_argument("--output", type=Path, required=True, help="PNG or SVG file to write")
     args = parser.parse_args()
-    demo, shape = ((path.name, json.loads(path.read_text())) for path in (args.demo, args.shape))
-    draw(demo, shape, args.target)
+    shapes = {path.name: json.loads(path.read_text()) for path in args.shape}
+    draw((args.demo.name, json.loads(args.demo.read_text())), shapes, args.output)
 
 
 if __name__ == "__main__":
