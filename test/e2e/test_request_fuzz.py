@@ -53,10 +53,11 @@ DEEP_LIST, DEEP_OBJECT = (
     Raw(nested("[", "]", 20_000)),
     Raw(nested('{"a":', "}", 20_000).replace(":}", ":1}", 1)),
 )
+# No longer lists: upstream checks 100,000 numbers at /v1/responses for minutes (docs/upstream/requests-that-end-the-server.md).
 VALUES = [
     None, True, "", " ", "a", "ab-c01", "unknown", "\0", "\ud800", "x" * 1_000_000, 0, -1, 1, 7, 300, 2**31, 2**63, 2**64, -(2**63),
     0.5, -0.5, 1e-30, 1e308, float("nan"), float("inf"), float("-inf"), [], {}, [None], [""], ["a"], [0], [-1], [2**31], [2**63],
-    [[]], [[0]], [[-1]], [[2**31]], [{}], [0] * 100_000, ["a"] * 100, {"a": None}, {"0": 1e308}, {"-1": 1}, {"2147483648": 1},
+    [[]], [[0]], [[-1]], [[2**31]], [{}], [0] * 2_000, ["a"] * 100, {"a": None}, {"0": 1e308}, {"-1": 1}, {"2147483648": 1},
     {"0": float("nan")}, {"type": "unknown"}, {"type": "object"}, '{"type": "object"}', "[", "(", "a{1000000}", "(a*)*b",
     nested("(", ")", 5000), nested("[", "]", 5000), nested('{"a":', "}", 5000), 'root ::= root "a"', 'root ::= ' + nested("(", ")", 5000),
     DEEP_LIST, DEEP_OBJECT, {"id": "s", "rid": None, "offset": -1, "replace": True}, "http://127.0.0.1:9/x", "data:image/png;base64,AAAA",
