@@ -1,6 +1,11 @@
 """DDTREE on a CUDA device with targets that have recurrent layers: graphs, overlap scheduling, the radix cache."""
 
+from __future__ import annotations
+
 import unittest
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
 from sglang.test.ci.ci_register import register_cuda_ci
 from support.answers import TIE, assert_first_choices
@@ -9,9 +14,17 @@ from support.engine import Greedy
 from support.hybrid_models import write_kimi_linear, write_nemotron_h, write_qwen3_5, write_qwen3_next
 from support.models import write_models_for
 
-register_cuda_ci(est_time=180, suite="gpu")
+register_cuda_ci(est_time=300, suite="gpu")
 
 INTERVAL = 64  # tokens between the states that the radix cache keeps
+ARGUMENTS = (
+    CUDA
+    | dict(
+        max_mamba_cache_size=96,  # without a number, upstream gives half of the free memory to states
+        mamba_track_interval=INTERVAL,
+        linear_attn_prefill_backend="triton",  # FlashInfer's, the default on sm_90, is compiled anew in each engine
+    )
+)
 
 
 class _States:
@@ -51,51 +64,34 @@ def continue_from_cache(engine):
 
 
 # Not CustomTestCase: its module needs packages that a bare CUDA host lacks.
-class TestDDTreeHybridCuda(unittest.TestCase):
+class HybridCase(unittest.TestCase):
+    """A target, and engines that serve it with trees. They run at once, and plain decoding judges their answers.
+
+    Attributes:
+        write: writes the target.
+        arguments: of all engines, in addition to ARGUMENTS.
+        engines: by name: arguments of the engine and its job.
+    """
+
+    write: ClassVar[Callable[..., str]]
+    arguments: ClassVar[dict[str, Any]] = {}
+    engines: ClassVar[dict[str, tuple[dict[str, Any], Callable[..., Any]]]]
+
     @classmethod
     def setUpClass(cls):
         folder, _, drafter = write_models_for(cls)
-        bf16 = dict(dtype="bfloat16", d=128)
-        targets = {
-            "next": write_qwen3_next(folder / "next", **bf16, shared_expert=True),
-            "qwen3.5": write_qwen3_5(folder / "qwen3.5", **bf16),
-            "qwen3.5 moe": write_qwen3_5(folder / "qwen3.5-moe", **bf16, experts=True),
-            "nemotron": write_nemotron_h(folder / "nemotron", **bf16),
-            "kimi": write_kimi_linear(folder / "kimi", **bf16),
-        }
-        # Without a number, upstream gives half of the free memory to states.
-        common = CUDA | dict(max_mamba_cache_size=96, mamba_track_interval=INTERVAL)
-        plains = {f"{name} plain": common | dict(model_path=target) for name, target in targets.items()}
-        plains["bf16 plain"] = plains["next plain"] | dict(mamba_ssm_dtype="bfloat16")
-        tree = dict(
+        plain = (
+            ARGUMENTS | cls.arguments | dict(model_path=cls.write(folder / "hybrid", dtype="bfloat16", d=128))
+        )
+        tree = plain | dict(
             speculative_algorithm="DDTREE",
             speculative_draft_model_path=drafter,
             speculative_num_draft_tokens=32,
         )
         trees = {
-            name: (f"{name} plain", plains[f"{name} plain"] | tree, _States(greedy_without_waiting))
-            for name in targets
+            name: ("plain", tree | arguments, _States(job)) for name, (arguments, job) in cls.engines.items()
         }
-        no_buffer = dict(mamba_radix_cache_strategy="no_buffer", disable_overlap_schedule=True)
-        for name, target, arguments, job in (
-            ("next, 64 nodes", "next", dict(speculative_num_draft_tokens=64), greedy),
-            ("next, no graph", "next", dict(disable_cuda_graph=True), greedy),
-            ("next, mixed", "next", dict(chunked_prefill_size=64, enable_mixed_chunk=True), greedy),
-            ("next, bfloat16 states", "bf16", {}, greedy),
-            ("next, no_buffer", "next", no_buffer, continue_from_cache),
-            (
-                "next, extra_buffer",
-                "next",
-                dict(mamba_radix_cache_strategy="extra_buffer"),
-                continue_from_cache,
-            ),
-            ("next, lazy", "next", dict(mamba_radix_cache_strategy="extra_buffer_lazy"), continue_from_cache),
-            ("kimi, no graph", "kimi", dict(disable_cuda_graph=True), greedy),
-        ):
-            plain = f"{target} plain"
-            trees[name] = plain, plains[plain] | tree | arguments, _States(job)
-        cls.judges = {name: plain for name, (plain, _, _) in trees.items()}
-        cls.results = run_and_judge(folder, plains, trees)
+        cls.results = run_and_judge(folder, {"plain": plain}, trees)
 
     def result(self, name):
         result = self.results[name]
@@ -105,52 +101,88 @@ class TestDDTreeHybridCuda(unittest.TestCase):
 
     def agree(self, name, least_accepted=30, tie=TIE):
         result = self.result(name)
-        assert_first_choices(
-            self, name, result[0], self.result(self.judges[name]), least_accepted=least_accepted, tie=tie
-        )
+        gaps = self.result("plain")
+        assert_first_choices(self, name, result[0], gaps, least_accepted=least_accepted, tie=tie)
         self.assertEqual(*result[-1], f"{name}: states leaked")
 
-    def check_without_waiting(self, name):
-        self.agree(name)
-        self.assertEqual(self.result(name)[2], [], f"{name}: waits between draft and commit")
 
-    def test_qwen3_next(self):
-        self.check_without_waiting("next")
+class StepChecks:
+    """A test method for a HybridCase."""
 
-    def test_qwen3_5(self):
-        self.check_without_waiting("qwen3.5")
+    engines = {"tree": ({}, greedy_without_waiting)}
 
-    def test_qwen3_5_moe(self):
-        self.check_without_waiting("qwen3.5 moe")
+    def test_tree(self):
+        self.agree("tree")
+        self.assertEqual(self.result("tree")[2], [], "waits between draft and commit")
 
-    def test_nemotron_h(self):
-        self.check_without_waiting("nemotron")
 
-    def test_kimi_linear(self):
-        self.check_without_waiting("kimi")
+class TestQwen3Next(StepChecks, HybridCase):
+    write = staticmethod(partial(write_qwen3_next, shared_expert=True))
 
-    def test_widest_tree(self):
-        self.agree("next, 64 nodes")
+
+class TestQwen35(StepChecks, HybridCase):
+    write = staticmethod(write_qwen3_5)
+
+
+class TestQwen35Moe(StepChecks, HybridCase):
+    write = staticmethod(partial(write_qwen3_5, experts=True))
+
+
+class TestNemotronH(StepChecks, HybridCase):
+    write = staticmethod(write_nemotron_h)
+
+
+class TestKimiLinear(StepChecks, HybridCase):
+    write = staticmethod(write_kimi_linear)
+    engines = StepChecks.engines | {"no graph": (dict(disable_cuda_graph=True), greedy)}
 
     def test_no_graph(self):
-        self.agree("next, no graph")
-        self.agree("kimi, no graph")
+        self.agree("no graph")
+
+
+class TestBFloat16States(StepChecks, HybridCase):
+    write = staticmethod(TestQwen3Next.write)
+    arguments = dict(mamba_ssm_dtype="bfloat16")
+
+
+class TestModes(HybridCase):
+    write = staticmethod(TestQwen3Next.write)
+    engines = {
+        "64 nodes": (dict(speculative_num_draft_tokens=64), greedy),
+        "no graph": (dict(disable_cuda_graph=True), greedy),
+        "mixed": (dict(chunked_prefill_size=64, enable_mixed_chunk=True), greedy),
+    }
+
+    def test_widest_tree(self):
+        self.agree("64 nodes")
+
+    def test_no_graph(self):
+        self.agree("no graph")
 
     def test_mixed_prefill(self):
-        self.agree("next, mixed")
+        self.agree("mixed")
 
-    def test_bfloat16_states(self):
-        self.agree("next, bfloat16 states")
 
-    def test_radix_cache_of_whole_answers(self):
+class TestRadixCache(HybridCase):
+    write = staticmethod(TestQwen3Next.write)
+    engines = {
+        "no_buffer": (
+            dict(mamba_radix_cache_strategy="no_buffer", disable_overlap_schedule=True),
+            continue_from_cache,
+        ),
+        "extra_buffer": (dict(mamba_radix_cache_strategy="extra_buffer"), continue_from_cache),
+        "lazy": (dict(mamba_radix_cache_strategy="extra_buffer_lazy"), continue_from_cache),
+    }
+
+    def test_whole_answers(self):
         """no_buffer keeps the state at the end of an answer."""
-        self.agree("next, no_buffer")
-        for _, length, cached in self.result("next, no_buffer")[1]:
+        self.agree("no_buffer")
+        for _, length, cached in self.result("no_buffer")[1]:
             self.assertEqual(cached, length - 1)
 
-    def test_radix_cache_of_tracked_states(self):
+    def test_tracked_states(self):
         """extra_buffer keeps the last state at a multiple of the interval that a path passed."""
-        for name, least in (("next, extra_buffer", 5), ("next, lazy", 1)):  # lazy gives up some states
+        for name, least in (("extra_buffer", 5), ("lazy", 1)):  # lazy gives up some states
             self.agree(name)
             inside = [cached for prompt, _, cached in self.result(name)[1] if cached > prompt]
             self.assertGreaterEqual(len(inside), least)
