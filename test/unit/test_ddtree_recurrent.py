@@ -35,12 +35,13 @@ def runner(model, *, device="cpu", dtype=FP32, conv=FP32, temporal=FP32, layers=
     pool = SimpleNamespace(
         mamba_pool=SimpleNamespace(mamba_cache=cache),
         mamba2_layer_index=lambda layer_id: layer_id,
-        get_mamba_indices=lambda rows: rows + 1,  # request i has state i + 1
+        get_mamba_indices=lambda rows: (rows + 10).int(),  # the request in row i has state i + 10
+        translate_mamba_indices=lambda slots: slots - 10,
     )
     params = SimpleNamespace(layers=list(range(layers)), dtype=SimpleNamespace(conv=conv, temporal=temporal))
     return SimpleNamespace(
         model=model, model_config=SimpleNamespace(mamba2_cache_params=params), device=device, dtype=dtype,
-        req_to_token_pool=pool,
+        req_to_token_pool=pool, page_size=1,
     )  # fmt: skip
 
 
@@ -48,6 +49,7 @@ class ConfiguredCase(CustomTestCase):
     """Configurations say what `kind` says: "gdn", "kda", "mamba2", "other" or None for attention only."""
 
     kind = "gdn"
+    keeps_tracked_states = False  # the radix cache
 
     def setUp(self):
         for name, kind in (
@@ -57,6 +59,8 @@ class ConfiguredCase(CustomTestCase):
         ):
             self.enter(name, lambda config, kind=kind: config if self.kind == kind else None)
         self.enter("mambaish_config", lambda config: config if self.kind else None)
+        mamba = SimpleNamespace(enable_mamba_extra_buffer=self.keeps_tracked_states)
+        self.enter("get_exec", lambda: SimpleNamespace(mamba=mamba))
 
     def enter(self, name, function):
         patcher = patch.object(recurrent_state, name, function)
@@ -138,6 +142,7 @@ class TestCommit(ConfiguredCase):
 
     parents = (-1, 0, 0, 1, 2, 3)
     bs = 2
+    keeps_tracked_states = True
 
     def setUp(self):
         super().setUp()
@@ -148,7 +153,8 @@ class TestCommit(ConfiguredCase):
         for node, parent in enumerate(self.parents):
             if parent >= 0:
                 seen[node] |= seen[parent]
-        nodes = dict(slots=torch.tensor([1, 2]), ancestors=pack_ancestors(seen).repeat(self.bs, 1))
+        self.states.find_slots(torch.arange(1, self.bs + 1))
+        nodes = dict(slots=self.states.slots[: self.bs], ancestors=pack_ancestors(seen).repeat(self.bs, 1))
         for layer in range(LAYERS):
             x = torch.randn(self.bs * NODES, CHANNELS)
             out = self.states.convolve(
@@ -160,19 +166,17 @@ class TestCommit(ConfiguredCase):
             q, k = (m.unflatten(-1, (H_K, D)) for m in (q, k))
             self.states.verify(q, k, v.unflatten(-1, (H_V, D)), gate, layer, normalize=True, **nodes)
 
-    def commit(self, lengths, track=None, interval=4, prefix=(2, 9)):
+    def commit(self, lengths, track=(-1, -1), interval=4, prefix=(2, 9)):
         """Commit from the stored states, return the states and windows afterwards, and restore them."""
         cache = self.runner.req_to_token_pool.mamba_pool.mamba_cache
         before = cache.temporal.clone(), cache.conv[0].clone()
         accepted = Accepted.allocate(self.bs, 5, torch.device("cpu"))
         accepted.path.copy_(torch.tensor([[0, 1, 3, 5, 0], [0, 2, 0, 0, 0]]))
         accepted.lengths.copy_(torch.tensor(lengths))
-        batch = SimpleNamespace(
-            req_pool_indices=torch.arange(self.bs), tree_cache=SimpleNamespace(page_size=1),
-            mamba_track_indices=None if track is None else torch.tensor(track),
-        )  # fmt: skip
+        batch = SimpleNamespace(mamba_track_indices=torch.tensor(track) + 10)
+        self.states.stage_tracking(batch)
         with patch.object(recurrent_state, "mamba_track_grid", lambda page_size: interval):
-            self.states.commit(batch, torch.tensor(prefix), accepted)
+            self.states.commit(torch.tensor(prefix), accepted, NODES)
         after = cache.temporal.clone(), cache.conv[0].clone()
         cache.temporal.copy_(before[0])
         cache.conv[0].copy_(before[1])
@@ -199,6 +203,10 @@ class TestCommit(ConfiguredCase):
         before, after = self.commit([4, 2], track=[-1, -1])
         for old, new in zip(before, after):
             torch.testing.assert_close(new[:, 3:], old[:, 3:], atol=0, rtol=0)
+
+    def test_padding_has_no_slot(self):
+        self.states.find_slots(torch.tensor([3, 0, 0]))
+        self.assertEqual(self.states.slots.tolist(), [3, -1, -1])
 
     def test_memory(self):
         with self.assertLogs(recurrent_state.logger, "INFO") as logs:
@@ -263,7 +271,7 @@ class TestKDA(ConfiguredCase):
         ancestors = pack_ancestors(seen)
         backend = object.__new__(KDATreeVerify)
         backend.init_recurrent_verify(self.states, lambda tokens: ancestors)
-        backend.forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3], dtype=torch.int32))
+        self.states.find_slots(torch.tensor([3]))
         batch = SimpleNamespace(
             forward_mode=ForwardMode.TARGET_VERIFY, spec_info=SimpleNamespace(draft_token_num=NODES)
         )

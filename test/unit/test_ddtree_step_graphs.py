@@ -36,6 +36,7 @@ class Graphs(DecodeCudaGraphRunner):
             input_ids=torch.zeros(MAX_BS * width, dtype=torch.int64),
             positions=torch.zeros(MAX_BS * width, dtype=torch.int64),
             out_cache_loc=torch.zeros(MAX_BS * width, dtype=torch.int64),
+            mrope_positions=torch.zeros(3, MAX_BS * width, dtype=torch.int64),
         )
         self.buffer_registry = SimpleNamespace(slot_names=lambda: list(slots))
         self.in_graph_metadata_prep_done = object()
@@ -54,7 +55,7 @@ class Graphs(DecodeCudaGraphRunner):
         tokens, per_request = bs * self.width, ("seq_lens", "req_pool_indices")
         self.batch = SimpleNamespace(
             batch_size=bs,
-            **{n: t[: bs if n in per_request else tokens] for n, t in vars(self.buffers).items()},
+            **{n: t[..., : bs if n in per_request else tokens] for n, t in vars(self.buffers).items()},
         )
         for hook in self.hooks:
             hook(None, self.batch)
@@ -66,6 +67,11 @@ def made(cls, **attributes):
     made = cls.__new__(cls)
     made.__dict__ |= attributes
     return made
+
+
+def image(delta):
+    """An input whose images add this much to the positions of the tokens that follow."""
+    return SimpleNamespace(mrope_position_delta=torch.tensor([[delta]]))
 
 
 class TestStepGraphs(CustomTestCase):
@@ -97,13 +103,14 @@ class TestStepGraphs(CustomTestCase):
     def verify(self, bs):
         return LogitsProcessorOutput(next_token_logits=torch.arange(bs * NUM_NODES * 2).view(-1, 2).float())
 
-    def check(self, bonus, prefix_lens, rows, padded_bs):
+    def check(self, bonus, prefix_lens, rows, padded_bs, deltas=None):
         bs = len(bonus)
         step = self.graphs.begin(
             SimpleNamespace(
                 spec_info=SimpleNamespace(bonus_tokens=torch.tensor(bonus)),
                 seq_lens=torch.tensor(prefix_lens),
                 req_pool_indices=torch.tensor(rows),
+                multimodal_inputs=None if deltas is None else [d and image(d) for d in deltas],
             )
         )
         trees = step.draft()
@@ -141,6 +148,15 @@ class TestStepGraphs(CustomTestCase):
         self.check([7, 8, 9], [10, 0, 33], [4, 1, 3], padded_bs=4)
         self.check([5, 6], [1, 2], [1, 2], padded_bs=2)
 
+    def test_positions_after_images(self):
+        self.target_runner.model_config.model_is_mrope = True
+        for deltas in (None, [None, -5, None], [3, None, -5], [None, None, None]):
+            self.check([7, 8, 9], [10, 0, 33], [4, 1, 3], padded_bs=4, deltas=deltas)
+            batch = self.target_runner.decode_cuda_graph_runner.batch
+            added = (batch.mrope_positions - batch.positions).view(3, 4, NUM_NODES)[:, :3]
+            expected = torch.tensor([delta or 0 for delta in deltas or [0] * 3])
+            self.assertEqual(added.tolist(), expected[None, :, None].expand_as(added).tolist())
+
     def test_shared_buffers(self):
         """Upstream gives both runners the same buffers of prefix lengths and rows."""
         draft, target = (
@@ -157,7 +173,7 @@ class TestStepGraphs(CustomTestCase):
         """The verify graph, with padding, after a drafter without a graph."""
         self.check([7, 8, 9, 6], [10, 0, 33, 4], [4, 1, 3, 2], padded_bs=4)
         slots = torch.arange(2 * NUM_NODES).view(2, NUM_NODES) + 50
-        self.graphs.stage(torch.tensor([3, 4]), slots)
+        self.graphs.stage(SimpleNamespace(multimodal_inputs=None), torch.tensor([3, 4]), slots)
         graphs = self.target_runner.decode_cuda_graph_runner
         graphs.replay(4, None)
         self.assertEqual(
@@ -185,7 +201,8 @@ class TestStepGraphs(CustomTestCase):
         target.decode_cuda_graph_runner.buffer_registry.slot_names = lambda: [*SLOTS, "num_token_non_padded"]
         self.assertFalse(self.can_run())
         target.decode_cuda_graph_runner.buffer_registry.slot_names = lambda: [*SLOTS]
-        target.model_config.model_is_mrope = True
+        self.assertTrue(self.can_run())
+        self.draft_runner.model_config.model_is_mrope = True
         self.assertFalse(self.can_run())
 
     def test_it_leaves_attention_that_the_host_prepares_to_upstream(self):

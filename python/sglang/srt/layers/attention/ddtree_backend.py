@@ -577,14 +577,11 @@ def difference_table(backend: AttentionBackend) -> torch.Tensor | None:
 def prepares_in_graph(backend: AttentionBackend) -> bool:
     """Return whether a captured verify or draft block needs nothing from the host before a replay.
 
-    The base backend's kernels do: upstream fills their slots, and their mask is written, outside of the graph. So do
-    recurrent layers, whose slots of states upstream fills there.
+    The base backend's kernels do: upstream fills their slots, and their mask is written, outside of the graph.
 
     Args:
         backend: that with_tree_verify() or with_block_attention() returned.
     """
-    if isinstance(backend, HybridLinearAttnBackend):
-        return False
     verifying = _verifying(backend)
     return isinstance(verifying, TritonTreeVerify) and verifying.tree_mode == "native"
 

@@ -38,11 +38,21 @@ class RecurrentVerifyMixin(MambaAttnBackendBase):
         )
         self.accept_lens_pool = None  # KDA: with it, prefill writes states per node
 
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
+        if forward_batch.forward_mode.is_target_verify():
+            self.tree_states.find_slots(forward_batch.req_pool_indices)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(forward_batch)
+        if forward_batch.forward_mode.is_target_verify():
+            self.tree_states.find_slots(forward_batch.req_pool_indices)
+
     def _nodes(self, forward_batch: ForwardBatch, tokens: int) -> dict[str, torch.Tensor]:
         """Return the slots and ancestor words of a verify's `tokens` nodes."""
         num_nodes = forward_batch.spec_info.draft_token_num
         return dict(
-            slots=self.forward_metadata.mamba_cache_indices[: tokens // num_nodes],
+            slots=self.tree_states.slots[: tokens // num_nodes],
             ancestors=self.tree_ancestors_of(tokens),
         )
 

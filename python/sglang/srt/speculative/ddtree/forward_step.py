@@ -87,7 +87,7 @@ class ForwardStep:
         )
         self.plan.bind(forward_batch, worker.draft_model_runner.kv_index_translator, cols=slice(0, width))
         if worker.step_graphs is not None:
-            worker.step_graphs.stage(self.draft_input.bonus_tokens, self.slots)
+            worker.step_graphs.stage(batch, self.draft_input.bonus_tokens, self.slots)
         if bs <= worker.builder.max_bs:
             trees = worker.builder.trees.first(bs)  # where a verify graph reads them
         else:
@@ -123,6 +123,8 @@ class ForwardStep:
             batch, worker.target_worker, defer_metadata_init=True
         )
         batch.seq_lens_cpu, batch.seq_lens_sum = committed
+        if worker.recurrent is not None:
+            worker.recurrent.stage_tracking(batch)
         result = worker.target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True
         )
@@ -144,6 +146,4 @@ class ForwardStep:
         accepted = Accepted.allocate(self.bs, worker.block_size, worker.device)
         accept_path(self.trees, target.view(self.bs, worker.num_nodes), accepted)
         worker.commit(self.hidden, accepted, self.window[:, : worker.block_size], self.slots)
-        if worker.recurrent is not None:
-            worker.recurrent.commit(self.batch, self.prefix_lens, accepted)
         return accepted, self.prefix_lens + accepted.lengths

@@ -23,7 +23,8 @@ from sglang.srt.configs.hybrid_arch import (
 )
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
-from sglang.srt.runtime_context import get_schedule, mamba_track_grid
+from sglang.srt.runtime_context import get_exec, get_schedule, mamba_track_grid
+from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 
 if TYPE_CHECKING:
     from sgl_kernel.ddtree import Accepted
@@ -130,6 +131,9 @@ class RecurrentStates:
     Between them only the nodes' keys, updates, decays and convolution inputs are kept, in a workspace. It is
     allocated before the pools, whose size is what memory then remains.
 
+    A verify and its commit use the same slots of states, which find_slots() reads when the verify begins. By the
+    time of the commit, the scheduler may have given the slot of a request that has ended to another one.
+
     Args:
         runner: of a target whose recurrent_gaps() are empty.
         num_nodes: N.
@@ -157,6 +161,11 @@ class RecurrentStates:
         self.conv_workspace = torch.empty(
             len(layers), rows, shape.channels, dtype=runner.dtype, device=device
         )
+        self.slots = torch.full((max_bs,), -1, dtype=torch.int32, device=device)  # of the current verify
+        # [max_bs] int64, slots for the states that the radix cache keeps; None: it keeps those of whole answers only
+        self.tracked_slots: torch.Tensor | None = None
+        if get_exec().mamba.enable_mamba_extra_buffer:
+            self.tracked_slots = torch.full((max_bs,), -1, dtype=torch.int64, device=device)
 
     @classmethod
     def of(cls, runner: ModelRunner, num_nodes: int) -> RecurrentStates | None:
@@ -196,6 +205,28 @@ class RecurrentStates:
             self.num_nodes,
             per_node / 1e9,
         )
+
+    # ---- what a verify begins with ----
+
+    def find_slots(self, rows: torch.Tensor) -> None:
+        """Find the states of the requests that are verified. A graph can capture it.
+
+        Args:
+            rows: [bs] int64, each request's row of the slot table. Row 0 is the padding's.
+        """
+        slots = self.pool.translate_mamba_indices(self.pool.get_mamba_indices(rows))
+        self.slots[: rows.numel()].copy_(slots.masked_fill(rows == 0, -1))
+
+    def prepare_tracking(self, batch: ScheduleBatch) -> None:
+        """Choose the slots for the states that the radix cache keeps, as upstream does before a verify."""
+        prepare_mamba_track_for_verify(batch)
+        self.stage_tracking(batch)
+
+    def stage_tracking(self, batch: ScheduleBatch) -> None:
+        """Give the commit the slots that upstream chose for a batch."""
+        if self.tracked_slots is not None:
+            slots = self.pool.translate_mamba_indices(batch.mamba_track_indices)
+            self.tracked_slots[: slots.numel()].copy_(slots)
 
     # ---- verify, layer by layer ----
 
@@ -282,29 +313,30 @@ class RecurrentStates:
 
     # ---- commit ----
 
-    def commit(self, batch: ScheduleBatch, prefix_lens: torch.Tensor, accepted: Accepted) -> None:
-        """Apply the accepted paths to states and windows, in place. It does not wait for the device.
+    def commit(self, prefix_lens: torch.Tensor, accepted: Accepted, num_nodes: int) -> None:
+        """Apply the accepted paths to states and windows, in place. A graph can capture it.
 
         If the radix cache keeps states at multiples of an interval ("extra_buffer"), the state at the last
         multiple that a path reaches is written to the slot that upstream chose for it.
 
         Args:
-            batch: of the step.
             prefix_lens: [bs] int64, committed tokens of each request before the step.
             accepted: of the step.
+            num_nodes: N of the step's verify.
         """
+        bs = prefix_lens.numel()
         tracked = {}
-        if batch.mamba_track_indices is not None:
-            interval = mamba_track_grid(batch.tree_cache.page_size)
+        if self.tracked_slots is not None:
+            interval = mamba_track_grid(self.runner.page_size)
             tracked = dict(
-                track_indices=batch.mamba_track_indices,
+                track_indices=self.tracked_slots[:bs],
                 track_positions=tracked_positions(prefix_lens, accepted.lengths, interval),
             )
         common = dict(
-            state_indices=self.pool.get_mamba_indices(batch.req_pool_indices),
+            state_indices=self.slots[:bs],
             path=accepted.path,
             lengths=accepted.lengths,
-            num_nodes=self.num_nodes,
+            num_nodes=num_nodes,
             **tracked,
         )
         tree_recurrent_commit(self.states, workspace=self.workspace, **common)

@@ -18,6 +18,7 @@ from sglang.srt.layers.attention.ddtree_backend import prepares_in_graph
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.ddtree.commit_graphs import CommitGraphs
+from sglang.srt.utils import async_h2d
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -37,6 +38,7 @@ GIVEN = frozenset(
         "seq_lens_cpu",
         "global_num_tokens_gpu",
         "global_num_tokens_for_logprob_gpu",
+        "mrope_positions",
     )
 )
 
@@ -76,6 +78,9 @@ class StepGraphs:
             max_bs
         )  # [max_bs] int64: an input, as prefix lengths and rows are
         self.slots = trees.tokens.new_zeros(max_bs, num_nodes)  # of each request's window
+        # What images add to the positions of the tokens that follow them (models with mrope, such as Qwen3.5)
+        self.mrope_deltas = trees.tokens.new_zeros(max_bs)
+        self._any_delta = False
         self._offsets = torch.arange(num_nodes, device=trees.tokens.device)
         self._complete = False
         draft_runner.capture_head_hooks.append(self.write_block)
@@ -101,6 +106,9 @@ class StepGraphs:
         forward_batch.input_ids.view(bs, num_nodes).copy_(self.trees.tokens[:bs])
         positions = forward_batch.positions.view(bs, num_nodes)
         torch.add(forward_batch.seq_lens[:, None], self.trees.depths[:bs], out=positions)
+        if self.target_runner.model_config.model_is_mrope:
+            mrope = positions + self.mrope_deltas[:bs, None]
+            forward_batch.mrope_positions.view(-1, bs, num_nodes).copy_(mrope)
         forward_batch.out_cache_loc.view(bs, num_nodes).copy_(self.slots[:bs])
 
     def capture_commits(self) -> None:
@@ -125,16 +133,18 @@ class StepGraphs:
             return False
         if not prepares_in_graph(runner.attn_backend):
             return False
-        known = GIVEN if runner.model_config.model_is_mrope else GIVEN | {"mrope_positions"}
+        if runner is self.draft_runner and runner.model_config.model_is_mrope:
+            return False  # write_block() knows no deltas
         watched = runner.canary_manager or runner.eplb_manager or runner.msprobe_debugger
         moe = get_exec().moe
         watched = watched or moe.expert_distribution_recorder_mode or moe.elastic_ep_backend
-        return set(graphs.buffer_registry.slot_names()) <= known and not watched
+        return set(graphs.buffer_registry.slot_names()) <= GIVEN and not watched
 
-    def stage(self, bonus: torch.Tensor, slots: torch.Tensor) -> None:
+    def stage(self, batch: ScheduleBatch, bonus: torch.Tensor, slots: torch.Tensor) -> None:
         """Give the graphs what they write into their inputs, for a step that upstream's path runs.
 
         Args:
+            batch: of bs requests.
             bonus: [bs] int64, each request's last token.
             slots: [bs, N] int64 of each request's window.
         """
@@ -143,10 +153,23 @@ class StepGraphs:
             self.bonus[:bs].copy_(bonus)
             self.slots[:bs].copy_(slots)
             self.slots[bs:].zero_()  # a verify graph may have padding where the drafter ran without a graph
+            self._stage_deltas(batch)
+
+    def _stage_deltas(self, batch: ScheduleBatch) -> None:
+        """Give the verify graph what each request's images add to its positions."""
+        images = batch.multimodal_inputs or ()
+        deltas = [0 if image is None else int(image.mrope_position_delta) for image in images]
+        if any(deltas) or self._any_delta:
+            self.mrope_deltas.zero_()
+            self.mrope_deltas[: len(deltas)].copy_(
+                async_h2d(deltas, dtype=torch.int64, device=self.mrope_deltas.device)
+            )
+            self._any_delta = any(deltas)
 
     def begin(self, batch: ScheduleBatch) -> StepGraphs:
         """Begins a step of a batch that can_run()."""
         self._batch = batch
+        self._stage_deltas(batch)
         return self
 
     def draft(self) -> DraftTrees:

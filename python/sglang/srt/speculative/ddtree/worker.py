@@ -359,6 +359,8 @@ class DDTreeWorker(DFlashWorkerV2):
     def _begin(self, batch: ScheduleBatch) -> StepGraphs | ForwardStep:
         """Return what can run a step of this batch."""
         if self.step_graphs is not None and self.step_graphs.can_run(len(batch.seq_lens)):
+            if self.recurrent is not None:
+                self.recurrent.prepare_tracking(batch)
             return self.step_graphs.begin(batch)
         return ForwardStep(self, batch)
 
@@ -390,6 +392,8 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> None:
         """Move the accepted KV to the front of the window, and give the drafter the path's hidden states.
 
+        Recurrent states and convolution windows move to the end of the path.
+
         A graph captures this.
 
         Args:
@@ -411,6 +415,8 @@ class DDTreeWorker(DFlashWorkerV2):
             positions=positions.flatten(),
             commit_lens=accepted.lengths,
         )
+        if self.recurrent is not None:
+            self.recurrent.commit(positions[:, 0], accepted, slots.shape[1])
 
     def _report_difference(self, batch: ScheduleBatch) -> None:
         """Report what a validating verify has found, now and then."""
