@@ -12,14 +12,30 @@ from pathlib import Path
 
 import torch
 from support.engine import Engine
+from transformers import Qwen3_5Config
 
 SHAPES = {
     # Llama-3.1-8B, and a drafter with five layers of the same width.
     "8b": dict(
         hidden=4096, inner=14336, heads=32, kv_heads=8, layers=32, vocabulary=128256, drafter_layers=5
     ),
+    # Qwen3.5-27B, whose text model is whole and whose vision tower has one layer. The drafter has heads of 128.
+    "qwen3.5-27b": dict(
+        hidden=5120, inner=17408, heads=40, kv_heads=8, layers=64, vocabulary=248320, drafter_layers=5,
+        gdn=dict(
+            num_attention_heads=24, num_key_value_heads=4, head_dim=256, linear_num_key_heads=16,
+            linear_num_value_heads=48, linear_key_head_dim=128, linear_value_head_dim=128,
+        ),
+    ),
     "tiny": dict(hidden=128, inner=256, heads=2, kv_heads=1, layers=3, vocabulary=512, drafter_layers=2),
-}
+    "tiny-qwen3.5": dict(
+        hidden=128, inner=256, heads=2, kv_heads=1, layers=4, vocabulary=512, drafter_layers=2,
+        gdn=dict(
+            num_attention_heads=2, num_key_value_heads=1, head_dim=64, linear_num_key_heads=2,
+            linear_num_value_heads=6, linear_key_head_dim=64, linear_value_head_dim=64,
+        ),
+    ),
+}  # fmt: skip
 BLOCK_SIZE = 16
 
 
@@ -33,8 +49,15 @@ def write_configs(
     layers: int,
     vocabulary: int,
     drafter_layers: int,
+    gdn: dict[str, int] | None = None,
 ) -> dict[str, str]:
-    """Write the configs of a target and a drafter; return the engine arguments that name them."""
+    """Write the configs of a target and a drafter; return the engine arguments that name them.
+
+    Args:
+        folder: to write into.
+        hidden, inner, heads, kv_heads, layers, vocabulary, drafter_layers: of both models.
+        gdn: the target is a Qwen3.5 with these attention and GDN heads. Three of four layers are GDN layers.
+    """
     common = dict(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads,
         head_dim=hidden // heads, vocab_size=vocabulary, max_position_embeddings=131072, rms_norm_eps=1e-5,
@@ -50,6 +73,20 @@ def write_configs(
     for name, config in (("target", target), ("drafter", drafter)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(common | config))
+    if gdn is not None:
+        config = Qwen3_5Config(
+            text_config=common
+            | gdn
+            | dict(
+                num_hidden_layers=layers,
+                full_attention_interval=4,
+                layer_types=(["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
+            ),
+            vision_config=dict(depth=1, out_hidden_size=hidden),
+            architectures=["Qwen3_5ForConditionalGeneration"],
+            tie_word_embeddings=False,
+        )
+        config.save_pretrained(folder / "target")
     return dict(model_path=str(folder / "target"), speculative_draft_model_path=str(folder / "drafter"))
 
 

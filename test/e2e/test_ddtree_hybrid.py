@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
-from support.hybrid_models import write_nemotron_h, write_qwen3_5, write_qwen3_next
+from support.hybrid_models import write_lfm2, write_nemotron_h, write_qwen3_5, write_qwen3_next
 from support.jobs import fill_context, greedy
 from support.load import schedule, serve
 from support.models import VOCABULARY, write_models
@@ -177,6 +177,10 @@ class TestQwen35(GreedyChecks, HybridCase):
 
 class TestNemotronH(GreedyChecks, HybridCase):
     write = staticmethod(write_nemotron_h)
+
+
+class TestLfm2(GreedyChecks, HybridCase):
+    write = staticmethod(write_lfm2)
 
 
 class TestTensorParallel(HybridCase):

@@ -11,7 +11,13 @@ from sglang.test.ci.ci_register import register_cuda_ci
 from support.answers import TIE, assert_first_choices
 from support.cuda import CUDA, PROMPTS, TOKENS, greedy, greedy_without_waiting, run_and_judge
 from support.engine import Greedy
-from support.hybrid_models import write_kimi_linear, write_nemotron_h, write_qwen3_5, write_qwen3_next
+from support.hybrid_models import (
+    write_kimi_linear,
+    write_lfm2,
+    write_nemotron_h,
+    write_qwen3_5,
+    write_qwen3_next,
+)
 from support.models import write_models_for
 
 register_cuda_ci(est_time=300, suite="gpu")
@@ -138,6 +144,10 @@ class TestKimiLinear(StepChecks, HybridCase):
 
     def test_no_graph(self):
         self.agree("no graph")
+
+
+class TestLfm2(StepChecks, HybridCase):
+    write = staticmethod(write_lfm2)
 
 
 class TestBFloat16States(StepChecks, HybridCase):

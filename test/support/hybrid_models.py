@@ -138,6 +138,28 @@ def write_nemotron_h(folder: Path, *, dtype: str = "float32", d: int = 64, seed:
     return path
 
 
+def write_lfm2(folder: Path, *, dtype: str = "float32", d: int = 64, seed: int = 11) -> str:
+    """Write a random LFM2: three short convolutions of width 3 and one attention layer.
+
+    Args:
+        folder: folder to create.
+        dtype: of the weights.
+        d: not used: a short convolution has no heads.
+        seed: seed of the weights.
+
+    Returns:
+        The folder.
+    """
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Lfm2Config(
+        **COMMON, layer_types=[kind.replace("linear_attention", "conv") for kind in LAYERS], conv_L_cache=3,
+        block_auto_adjust_ff_dim=False, dtype=dtype,
+    )  # fmt: skip
+    return _save(Lfm2ForCausalLM(config), folder, dtype)
+
+
 def write_kimi_linear(folder: Path, *, dtype: str = "bfloat16", d: int = 64, seed: int = 10) -> str:
     """Write a random Kimi-Linear: three KDA layers and one MLA layer of the real latent size, all dense.
 

@@ -30,7 +30,10 @@ from sgl_kernel.ddtree import (
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.ddtree_wrap import wrap
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
-from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
+    HybridLinearAttnBackend,
+    ShortConvHybridAttnBackend,
+)
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -527,12 +530,14 @@ def with_tree_verify(
     wrap_inner = partial(
         with_tree_verify, runner=runner, mode=mode, num_nodes=num_nodes, graph_ancestors=graph_ancestors
     )
-    if type(backend) is HybridLinearAttnBackend and recurrent is not None:
+    if type(backend) in (HybridLinearAttnBackend, ShortConvHybridAttnBackend) and recurrent is not None:
         from sglang.srt.layers.attention.ddtree_linear_backend import with_recurrent_verify
 
         full = wrap_inner(backend.full_attn_backend)
         linear = with_recurrent_verify(backend.linear_attn_backend, recurrent, _verifying(full).ancestors_of)
         backend.full_attn_backend, backend.linear_attn_backend = full, linear
+        if isinstance(backend, ShortConvHybridAttnBackend):
+            backend.short_conv_backend = linear
         backend.attn_backend_list = [full, linear]  # in this order: `full` knows the trees first
         return backend
     if isinstance(backend, HybridAttnBackend):

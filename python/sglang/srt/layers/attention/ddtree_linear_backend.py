@@ -7,6 +7,7 @@ unchanged. Upstream's verify keeps a state per node; these keep the nodes' input
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from sglang.srt.layers.attention.ddtree_wrap import wrap
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend, MambaAttnBackendBase
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
+from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend, ShortConvMetadata
 
 if TYPE_CHECKING:
     from sgl_kernel.ddtree.recurrent import Gate
@@ -158,11 +160,35 @@ class Mamba2TreeVerify(RecurrentVerifyMixin, Mamba2AttnBackend):
         return result
 
 
+class TreeConvMetadata(ShortConvMetadata):
+    """What a model gets from conv_state_metadata() for the verify of trees. See algorithm.tree_convolution().
+
+    Attributes:
+        convolve: convolve(x, **weights), as RecurrentStates.convolve() with the rest of its arguments bound.
+    """
+
+    convolve: Callable[..., torch.Tensor]
+
+
+class ShortConvTreeVerify(RecurrentVerifyMixin, ShortConvAttnBackend):
+    """Tree verify of short convolutions, which their models run on states that the backend hands out."""
+
+    def conv_state_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> ShortConvMetadata:
+        metadata = super().conv_state_metadata(layer_id, forward_batch)
+        if not forward_batch.forward_mode.is_target_verify():
+            return metadata
+        nodes = self._nodes(forward_batch, len(forward_batch.input_ids))
+        metadata = TreeConvMetadata(*metadata)
+        metadata.convolve = partial(self.tree_states.convolve, layer_id=layer_id, **nodes)
+        return metadata
+
+
 # By the exact class: a subclass would lose its overrides.
 WRAPPERS: dict[type[MambaAttnBackendBase], type[RecurrentVerifyMixin]] = {
     GDNAttnBackend: GDNTreeVerify,
     KDAAttnBackend: KDATreeVerify,
     Mamba2AttnBackend: Mamba2TreeVerify,
+    ShortConvAttnBackend: ShortConvTreeVerify,
 }
 
 

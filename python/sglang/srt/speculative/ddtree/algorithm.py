@@ -10,6 +10,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvMetadata
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
@@ -18,6 +19,25 @@ if TYPE_CHECKING:
 def keeps_no_state_per_node() -> bool:
     """Return whether recurrent layers are verified without a stored state per node: if DDTREE serves."""
     return get_spec().speculative_algorithm == "DDTREE"
+
+
+def tree_convolution(
+    layer: torch.nn.Module, x: torch.Tensor, metadata: ShortConvMetadata
+) -> torch.Tensor | None:
+    """Convolve the nodes of trees in a layer of LFM2, whose verify calls this.
+
+    Args:
+        layer: the convolution layer.
+        x: [bs * N, channels].
+        metadata: from the backend's conv_state_metadata().
+
+    Returns:
+        [bs * N, channels], or None if the backend is not DDTREE's.
+    """
+    convolve = getattr(metadata, "convolve", None)
+    if convolve is None:
+        return None
+    return convolve(x, weight=layer.conv_weight, bias=layer.conv_bias, activation=None)
 
 
 class DDTreeAlgorithm(CustomSpecAlgo):

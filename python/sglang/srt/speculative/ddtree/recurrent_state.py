@@ -23,6 +23,8 @@ from sglang.srt.configs.hybrid_arch import (
 )
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from sglang.srt.models.lfm2 import Lfm2ShortConv
+from sglang.srt.models.lfm2_moe import Lfm2MoeShortConv
 from sglang.srt.runtime_context import get_exec, get_schedule, mamba_track_grid
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SHORT_CONVOLUTIONS = (Lfm2ShortConv, Lfm2MoeShortConv)
 CUDA_KEY_SIZES = (64, 128)  # d_k of the CUDA kernels
 CUDA_VALUE_MULTIPLE = 16  # of d_v
 
@@ -45,7 +48,7 @@ class RecurrentShape:
 
     Attributes:
         h_k, h_v, d_k, d_v: key and value heads, and their sizes. Mamba2 calls them groups, heads, state size and
-            head size.
+            head size. All are 0 in a short convolution without a recurrence (LFM2).
         channels: of the short convolution.
     """
 
@@ -58,6 +61,8 @@ class RecurrentShape:
     @classmethod
     def of(cls, layer: torch.nn.Module) -> RecurrentShape:
         """Return the shape of a layer that recurrent_layers() found."""
+        if isinstance(layer, SHORT_CONVOLUTIONS):
+            return cls(h_k=0, h_v=0, d_k=0, d_v=0, channels=layer.hidden_size_per_partition)
         if isinstance(layer, RadixLinearAttention):
             return cls(
                 h_k=layer.num_k_heads,
@@ -76,8 +81,9 @@ class RecurrentShape:
 
 
 def recurrent_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the recurrent layers that call SGLang's linear-attention backend: GDN, KDA and Mamba2."""
-    return [m for m in model.modules() if isinstance(m, RadixLinearAttention | MambaMixer2)]
+    """Return the recurrent layers that call SGLang's linear-attention backend: GDN, KDA, Mamba2 and LFM2's."""
+    kinds = (RadixLinearAttention, MambaMixer2, *SHORT_CONVOLUTIONS)
+    return [m for m in model.modules() if isinstance(m, kinds)]
 
 
 def recurrent_gaps(runner: ModelRunner, num_nodes: int) -> list[str]:
@@ -101,7 +107,7 @@ def recurrent_gaps(runner: ModelRunner, num_nodes: int) -> list[str]:
     if len(layers) != len(params.layers):
         return [
             f"{len(params.layers) - len(layers)} recurrent layers that run their own kernels instead of "
-            "SGLang's GDN, KDA or Mamba2 layer"
+            "SGLang's GDN, KDA, Mamba2 or LFM2 layer"
         ]
     shapes = {RecurrentShape.of(layer) for layer in layers}
     gaps = []
@@ -118,7 +124,7 @@ def recurrent_gaps(runner: ModelRunner, num_nodes: int) -> list[str]:
         if params.dtype.temporal not in (torch.float32, torch.bfloat16):
             gaps.append(f"recurrent states in {params.dtype.temporal}")
         for shape in shapes:
-            if shape.d_k not in CUDA_KEY_SIZES or shape.d_v % CUDA_VALUE_MULTIPLE:
+            if shape.h_v and (shape.d_k not in CUDA_KEY_SIZES or shape.d_v % CUDA_VALUE_MULTIPLE):
                 gaps.append(f"recurrent layers with (d_k, d_v) = {(shape.d_k, shape.d_v)}")
         if num_nodes > MAX_RECURRENT_NODES:
             gaps.append(f"recurrent layers with trees of {num_nodes} nodes, more than {MAX_RECURRENT_NODES}")
@@ -147,17 +153,19 @@ class RecurrentStates:
         layers = recurrent_layers(runner.model)
         shape = RecurrentShape.of(layers[0])
         device, rows = torch.device(runner.device), max_bs * num_nodes
-        self.workspace = RecurrentWorkspace.allocate(
-            layers=len(layers),
-            rows=rows,
-            h_k=shape.h_k,
-            h_v=shape.h_v,
-            d_k=shape.d_k,
-            d_v=shape.d_v,
-            dtype=runner.dtype,
-            device=device,
-            per_channel=self.is_kda,
-        )
+        self.workspace: RecurrentWorkspace | None = None
+        if shape.h_v:
+            self.workspace = RecurrentWorkspace.allocate(
+                layers=len(layers),
+                rows=rows,
+                h_k=shape.h_k,
+                h_v=shape.h_v,
+                d_k=shape.d_k,
+                d_v=shape.d_v,
+                dtype=runner.dtype,
+                device=device,
+                per_channel=self.is_kda,
+            )
         self.conv_workspace = torch.empty(
             len(layers), rows, shape.channels, dtype=runner.dtype, device=device
         )
@@ -192,7 +200,9 @@ class RecurrentStates:
 
     def log_memory(self) -> None:
         """Logs what the workspace takes, and what a state and a window per node would take."""
-        kept = [self.workspace.k, self.workspace.u, self.workspace.g, self.conv_workspace]
+        kept = [self.conv_workspace]
+        if self.workspace is not None:
+            kept += [self.workspace.k, self.workspace.u, self.workspace.g]
         workspace = sum(tensor.nbytes for tensor in kept)
         per_slot = sum(tensor[:, 0].nbytes for tensor in (self.states, self.windows))
         max_bs = self.conv_workspace.shape[1] // self.num_nodes
@@ -339,7 +349,8 @@ class RecurrentStates:
             num_nodes=num_nodes,
             **tracked,
         )
-        tree_recurrent_commit(self.states, workspace=self.workspace, **common)
+        if self.workspace is not None:
+            tree_recurrent_commit(self.states, workspace=self.workspace, **common)
         tree_conv_commit(self.windows, workspace=self.conv_workspace, **common)
 
 
