@@ -8,8 +8,16 @@ from functools import partial
 from typing import Any, ClassVar
 
 from sglang.test.ci.ci_register import register_cuda_ci
-from support.answers import TIE, assert_first_choices
-from support.cuda import CUDA, PROMPTS, TOKENS, greedy, greedy_without_waiting, run_and_judge
+from support.answers import assert_first_choices, assert_same_noise
+from support.cuda import (
+    CUDA,
+    PROMPTS,
+    TOKENS,
+    decoding_noise,
+    greedy,
+    greedy_without_waiting,
+    run_and_judge,
+)
 from support.engine import Greedy
 from support.hybrid_models import (
     write_kimi_linear,
@@ -33,16 +41,24 @@ ARGUMENTS = (
 )
 
 
-class _States:
-    """Runs a job, and adds the free states before and after to its result."""
+class _Noise:
+    """Runs a job, and returns its result, the noise of decoding, and the free states before and after both."""
 
     def __init__(self, job):
         self.job = job
 
     def __call__(self, engine):
         before = engine.free_states()
-        result = self.job(engine)
-        return (*result, (before, engine.free_states()))
+        result, noise = self.job(engine), decoding_noise(engine)
+        return result, noise, (before, engine.free_states())
+
+
+class _OfTree(_Noise):
+    """The same, as run_and_judge() wants it from an engine with trees."""
+
+    def __call__(self, engine):
+        result, *others = super().__call__(engine)
+        return (*result, *others)
 
 
 def continue_from_cache(engine):
@@ -95,9 +111,9 @@ class HybridCase(unittest.TestCase):
             speculative_num_draft_tokens=32,
         )
         trees = {
-            name: ("plain", tree | arguments, _States(job)) for name, (arguments, job) in cls.engines.items()
+            name: ("plain", tree | arguments, _OfTree(job)) for name, (arguments, job) in cls.engines.items()
         }
-        cls.results = run_and_judge(folder, {"plain": plain}, trees)
+        cls.results = run_and_judge(folder, {"plain": plain}, trees, around_judge={"plain": _Noise})
 
     def result(self, name):
         result = self.results[name]
@@ -105,11 +121,14 @@ class HybridCase(unittest.TestCase):
             self.fail(f"{name}: {result}")
         return result
 
-    def agree(self, name, least_accepted=30, tie=TIE):
-        result = self.result(name)
-        gaps = self.result("plain")
-        assert_first_choices(self, name, result[0], gaps, least_accepted=least_accepted, tie=tie)
-        self.assertEqual(*result[-1], f"{name}: states leaked")
+    def agree(self, name, least_accepted=30):
+        found, *_, noise, states = self.result(name)
+        gaps, plain_noise, _ = self.result("plain")
+        assert_same_noise(self, name, noise, plain_noise)
+        # A token that is chosen instead of the first choice has gained, and the first choice has lost, at most this.
+        tie = 2 * max(abs(value) for row in plain_noise for value in row)
+        assert_first_choices(self, name, found, gaps, least_accepted=least_accepted, tie=tie)
+        self.assertEqual(*states, f"{name}: states leaked")
 
 
 class StepChecks:

@@ -9,9 +9,39 @@ from __future__ import annotations
 
 import unittest
 
+import torch
+
 from support.engine import Greedy
 
 TIE = 0.1  # largest gap of a tie, in the logit: bfloat16's noise in the tiny models' logits
+
+
+def assert_same_noise(
+    case: unittest.TestCase,
+    name: str,
+    found: list[list[float]],
+    plain: list[list[float]],
+    factor: float = 2.0,
+) -> None:
+    """Assert that log-probabilities are no noisier than plain decoding's, for most tokens and for the tail.
+
+    A wrong state moves the log-probabilities of every later token by as much as they differ among tokens.
+
+    Args:
+        case: the test case, for its assertions.
+        name: name of the engine.
+        found: of the engine, support.cuda.decoding_noise().
+        plain: of plain decoding.
+        factor: between both, at most.
+    """
+    levels = torch.tensor([0.5, 0.9], dtype=torch.float64)
+    of_found, of_plain = (
+        torch.tensor(noise, dtype=torch.float64).square().mean(1).sqrt().quantile(levels)
+        for noise in (found, plain)
+    )
+    print(f"{name}: median and 90% of the noise {of_found.tolist()}, plain decoding's {of_plain.tolist()}")
+    for level, mine, theirs in zip(levels.tolist(), of_found.tolist(), of_plain.tolist()):
+        case.assertLessEqual(mine, factor * theirs, f"{name}: noise of {level:.0%} of the tokens")
 
 
 def assert_first_choices(
@@ -36,9 +66,9 @@ def assert_first_choices(
     flat = {
         who: sorted((gap for answer in gaps[who] for gap in answer), reverse=True) for who in (name, "plain")
     }
-    ties = sum(gap > 0 for gap in flat[name])
-    print(f"{name}: {ties} of {len(flat[name])} tokens tie; largest gaps {flat[name][:4]}, "
-          f"plain decoding's own {flat['plain'][:4]}; {found.accepted} accepted")  # fmt: skip
+    ties, plain_ties = (sum(gap > 0 for gap in flat[who]) for who in (name, "plain"))
+    print(f"{name}: {ties} of {len(flat[name])} tokens tie; largest gaps {flat[name][:4]}, plain decoding's own "
+          f"{plain_ties} of {len(flat['plain'])}, {flat['plain'][:4]}; {found.accepted} accepted")  # fmt: skip
     case.assertLessEqual(flat[name][0], 2 * flat["plain"][0] if tie is None else tie)
     case.assertLess(ties, len(flat[name]) // 10)
     case.assertEqual(*found.free_slots, "KV slots leaked")

@@ -42,6 +42,19 @@ def greedy(engine: Engine) -> tuple[Greedy, tuple[float, int, str] | None]:
     return found, (worst.value, worst.layer, worst.request)
 
 
+def decoding_noise(engine: Engine) -> list[list[float]]:
+    """How decoding's log-probabilities differ from those of one prefill over the same tokens.
+
+    Both run on the same weights, in other kernels and other batches, so this is what bfloat16 makes of them.
+
+    Returns:
+        [tokens of all answers to PROMPTS, vocabulary]. A list, because a tensor does not outlive its process.
+    """
+    outputs, decoded = engine.with_log_probabilities(PROMPTS, TOKENS)
+    prefilled = engine.log_probabilities(PROMPTS, outputs)
+    return (torch.cat(decoded) - torch.cat(prefilled)).tolist()
+
+
 def gaps_by_name(engine: Engine, answers: dict[str, list[list[int]]]) -> dict[str, list[list[float]]]:
     """Engine.gaps() of each engine's answers to PROMPTS, by name."""
     return {name: engine.gaps(PROMPTS, outputs) for name, outputs in answers.items()}
@@ -50,8 +63,7 @@ def gaps_by_name(engine: Engine, answers: dict[str, list[list[int]]]) -> dict[st
 def greedy_without_waiting(engine: Engine) -> tuple[Greedy, tuple[float, int, str] | None, list[str]]:
     """greedy(), and the places (file:line) at which Python waited for the device between draft and commit."""
     worker = engine.scheduler.draft_worker
-    # Steps with recurrent layers run on upstream's path.
-    assert worker.step_graphs.can_run(1) or worker.recurrent is not None, "upstream's path runs the steps"
+    assert worker.step_graphs.can_run(1), "upstream's path runs the steps"
     decode = worker._decode
     steps = 0
     waits: set[str] = set()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from torch import Tensor
 
 
 class Greedy(NamedTuple):
@@ -25,6 +26,21 @@ class Greedy(NamedTuple):
     steps: int
     accepted: int
     free_slots: tuple[int, int]
+
+
+def _by_token(values: list[list[float]], tokens: list[list[int]]) -> Tensor:
+    """Order top log-probabilities of all tokens by token. A position without any, such as a prompt's first, is 0.
+
+    Returns:
+        [positions, vocabulary] float64.
+    """
+    import torch
+
+    found = torch.zeros(len(values), max(len(row or ()) for row in values), dtype=torch.float64)
+    for row, of_row, order in zip(found, values, tokens):
+        if of_row is not None:
+            row[list(order)] = torch.tensor(list(of_row), dtype=torch.float64)
+    return found
 
 
 class Engine:
@@ -109,10 +125,54 @@ class Engine:
             (free, self.free_slots()),
         )
 
+    def with_log_probabilities(
+        self, prompts: list[list[int]], tokens: int
+    ) -> tuple[list[list[int]], list[Tensor]]:
+        """Answer each prompt with the `tokens` most likely tokens.
+
+        Returns:
+            The answers, and of each [tokens, vocabulary] float64: the log-probabilities from which they were chosen.
+        """
+        everything = self.scheduler.model_config.vocab_size
+        requests = self.generate(
+            prompts, temperature=0, max_new_tokens=tokens, ignore_eos=True, return_logprob=True,
+            top_logprobs_num=everything,
+        )  # fmt: skip
+        return (
+            [list(request.output_ids)[:tokens] for request in requests],
+            [
+                _by_token(request.logprob.output_top_logprobs_val, request.logprob.output_top_logprobs_idx)[
+                    :tokens
+                ]
+                for request in requests
+            ],
+        )
+
+    def log_probabilities(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[Tensor]:
+        """Log-probabilities of all tokens at each token of given answers. One prefill gives those of an answer.
+
+        Args:
+            prompts: token ids.
+            outputs: an answer to each prompt, from any engine.
+
+        Returns:
+            For each output: [tokens, vocabulary] float64.
+        """
+        everything = self.scheduler.model_config.vocab_size
+        requests = self.finish([
+            self.submit([*prompt, *output], temperature=0, max_new_tokens=1, return_logprob=True,
+                        top_logprobs_num=everything, logprob_start_len=len(prompt) - 1)
+            for prompt, output in zip(prompts, outputs)
+        ])  # fmt: skip
+        return [
+            _by_token(request.logprob.input_top_logprobs_val, request.logprob.input_top_logprobs_idx)[
+                -len(output) :
+            ]
+            for request, output in zip(requests, outputs)
+        ]
+
     def gaps(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[list[float]]:
         """How far each output token is from this engine's first choice after the same tokens.
-
-        One prefill over prompt and output judges every token by its own prefix.
 
         Args:
             prompts: token ids.
@@ -122,18 +182,10 @@ class Engine:
             For each token of each output, the first choice's logit minus the token's. 0 means that the token
             is the first choice. A value near 0 is a tie, which is common in bfloat16.
         """
-        everything = self.scheduler.model_config.vocab_size
-        requests = self.finish([
-            self.submit([*prompt, *output], temperature=0, max_new_tokens=1, return_logprob=True,
-                        top_logprobs_num=everything, logprob_start_len=len(prompt) - 1)
-            for prompt, output in zip(prompts, outputs)
-        ])  # fmt: skip
-        found = []
-        for request, output in zip(requests, outputs):
-            values = request.logprob.input_top_logprobs_val[-len(output) :]
-            tokens = request.logprob.input_top_logprobs_idx[-len(output) :]
-            found.append([v[0] - v[list(t).index(token)] for v, t, token in zip(values, tokens, output)])
-        return found
+        found = self.log_probabilities(prompts, outputs)
+        return [
+            (rows.amax(1) - rows[range(len(output)), output]).tolist() for rows, output in zip(found, outputs)
+        ]
 
     def abort(self, request: Req) -> None:
         """Abort a request, as a server does when the client hangs up."""

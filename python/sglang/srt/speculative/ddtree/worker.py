@@ -46,6 +46,15 @@ logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = (1, 16, 17)  # Triton compiles apart for 1, for multiples of 16, and for the rest
 
 
+def offer_capture(model: Any) -> None:
+    """Let the drafter read the hidden states of a target that offers them under DSPARK's name only.
+
+    Both names mean outputs of layers. Upstream (0.5.23) asks for DFLASH's, which Kimi-Linear lacks.
+    """
+    if hasattr(model, "set_dspark_layers_to_capture") and not hasattr(model, "set_dflash_layers_to_capture"):
+        model.set_dflash_layers_to_capture = model.set_dspark_layers_to_capture
+
+
 class DDTreeWorker(DFlashWorkerV2):
     """Drafts F positions in one pass, verifies a tree of N nodes in one forward, and commits one path of it.
 
@@ -72,6 +81,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self._refuse_models()
         refuse_updates(self.draft_model)
         follow_seeds(self.model_runner.sampler)
+        offer_capture(self.model_runner.model)
         self.recurrent = RecurrentStates.of(self.model_runner, self.num_nodes)
         if self.model_runner.sliding_window_size is None:
             # The attention backends read it next. Some models (Laguna, MiMo-V2) do not set it, and upstream then
