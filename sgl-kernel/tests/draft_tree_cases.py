@@ -37,44 +37,67 @@ def tied_log_probs_of(bs: int, depth: int, width: int, generator: torch.Generato
     return values.sort(-1, descending=True).values
 
 
-def heap_nodes(log_probs: torch.Tensor, num_nodes: int, keep_top1_path: bool = False) -> list[Node]:
+def rows_of(bs: int, depth: int, width: int, rows: int, sharpness: float | None, seed: int) -> torch.Tensor:
+    """[bs, D, W, K] float32 in no order. Sharpness None: whole numbers, as tied_log_probs_of() has them."""
+    generator = torch.Generator().manual_seed(seed)
+    if sharpness is None:
+        return -torch.randint(1, 4, (bs, depth, rows, width), generator=generator).float()
+    logits = torch.randn(bs, depth, rows, width, generator=generator) * sharpness
+    return torch.log_softmax(logits, -1)
+
+
+def heap_nodes(
+    log_probs: torch.Tensor,
+    num_nodes: int,
+    keep_top1_path: bool = False,
+    beam: torch.Tensor | None = None,
+) -> list[Node]:
     """The nodes after the root by the rule of build_trees(), found with a heap in float32.
 
     Args:
-        log_probs: [D, K] of one request.
+        log_probs: [D, K] or [D, W, K] of one request.
         num_nodes: N.
         keep_top1_path: as in build_trees().
+        beam: [D, W] of one request, or None.
     """
-    max_depth, width = log_probs.shape
-    values = numpy.minimum(log_probs.numpy(), numpy.float32(0))  # NaN stays NaN, which is not above -inf
-    nodes: list[Node] = [(0, -1, 0)]
-    scores = [numpy.float32(0)]
+    max_depth, width = log_probs.shape[0], log_probs.shape[-1]
+    values = log_probs.view(max_depth, -1, width).numpy()
+    values = numpy.minimum(values, numpy.float32(0))  # NaN stays NaN, which is not above -inf
+    nodes: list[Node] = []
+    scores: list[numpy.float32] = []
+    rows: list[int | None] = []
     heap: list = []
 
-    def score(node: Node) -> numpy.float32:
-        return scores[node[1]] + values[node[0] - 1, node[2]]
+    def row_of(depth: int, parent: int, rank: int) -> int | None:
+        if depth == 0 or log_probs.dim() == 2:
+            return 0
+        if beam is None:
+            return rank
+        found = (beam[depth] == rows[parent] * width + rank).nonzero()  # type: ignore[operator]
+        return int(found[0]) if len(found) else None
 
-    def possible(node: Node) -> bool:
-        return node[0] <= max_depth and node[2] < width and bool(score(node) > -math.inf)
-
-    def consider(*node: int) -> None:
-        if possible(node):
-            heapq.heappush(heap, (-score(node), *node))
-
-    def add(node: Node) -> None:
-        scores.append(score(node))
+    def add(score: numpy.float32, *node: int) -> list:
+        """Returns the node's children, best first."""
+        depth, index = node[0], len(nodes)
         nodes.append(node)
+        scores.append(score)
+        rows.append(row_of(*node) if depth < max_depth else None)
+        if rows[-1] is None:
+            return []
+        sums = [(score + value, rank) for rank, value in enumerate(values[depth, rows[-1]])]
+        return sorted((-total, depth + 1, index, rank) for total, rank in sums if total > -math.inf)
 
-    while keep_top1_path and len(nodes) < num_nodes and possible((len(nodes), len(nodes) - 1, 0)):
-        depth = len(nodes)
-        add((depth, depth - 1, 0))
-        consider(depth, depth - 1, 1)
-    consider(len(nodes), len(nodes) - 1, 0)
+    children = add(numpy.float32(0), 0, -1, 0)
+    while keep_top1_path and len(nodes) < num_nodes and children:
+        (score, *node), *rest = children
+        heap += rest
+        children = add(-score, *node)
+    heap += children
+    heapq.heapify(heap)
     while len(nodes) < num_nodes and heap:
-        _, depth, parent, rank = heapq.heappop(heap)
-        add((depth, parent, rank))
-        consider(depth, parent, rank + 1)
-        consider(depth + 1, len(nodes) - 1, 0)
+        score, *node = heapq.heappop(heap)
+        for child in add(-score, *node):
+            heapq.heappush(heap, child)
     return nodes[1:]
 
 

@@ -13,16 +13,24 @@ namespace {
 
 std::mt19937 rng(0);
 
+enum Kind { kMarginals, kPairs, kBeam };
+
 // Runs build, accept and commit in turn on both sides. Returns whether all outputs are equal.
-bool run(int bs, int D, int K, int N, bool keep_top1_path, int row_bytes) {
+bool run(Kind kind, int bs, int D, int K, int N, bool keep_top1_path, int row_bytes) {
   const int words = ancestor_words(N), F = std::min(D + 1, N), buffers = 3, hidden_bytes = 2 * row_bytes;
-  std::vector<float> sorted = filled<float>(size_t(bs) * D * K, [] { return -float(rng() % 64) / 8; });
-  for (size_t i = 0; i < sorted.size(); i += K) std::sort(&sorted[i], &sorted[i] + K, std::greater<float>());
-  std::vector<int64_t> token_values(sorted.size());
+  const int W = kind == kMarginals ? 0 : kind == kPairs ? K : kMaxRows;
+  const auto log_prob = [] { return -float(rng() % 64) / 8; };
+  std::vector<float> sorted = filled<float>(size_t(bs) * D * std::max(W, 1) * K, log_prob);
+  if (kind == kMarginals) {
+    for (size_t i = 0; i < sorted.size(); i += K) std::sort(&sorted[i], &sorted[i] + K, std::greater<float>());
+  }
+  std::vector<int64_t> token_values(size_t(bs) * D * K);
   for (size_t i = 0; i < token_values.size(); ++i) token_values[i] = i % K + 1;
 
   Array<int64_t> candidates(token_values), bonus(std::vector<int64_t>(bs, 7));
   Array<float> log_probs(sorted), log_sum(std::vector<float>(size_t(bs) * D, 0.25f));
+  // Mostly the children of the first rows, so that some are nodes.
+  Array<int32_t> beam(filled<int32_t>(size_t(bs) * D * std::max(W, 1), [&] { return int32_t(rng() % (4 * K)) - 1; }));
   const size_t nodes = size_t(bs) * N;
   auto tokens = Array<int64_t>::output(nodes);
   auto parents = Array<int32_t>::output(nodes), depths = Array<int32_t>::output(nodes),
@@ -56,7 +64,8 @@ bool run(int bs, int D, int K, int N, bool keep_top1_path, int row_bytes) {
     BuildParams build{};
     build.candidates = candidates.at(d);
     build.log_probs = log_probs.at(d);
-    build.log_sum = log_sum.at(d);
+    build.log_sum = kind == kMarginals ? log_sum.at(d) : nullptr;
+    build.beam = kind == kBeam ? beam.at(d) : nullptr;
     build.bonus = bonus.at(d);
     build.tokens = tokens.at(d);
     build.parents = parents.at(d);
@@ -67,6 +76,7 @@ bool run(int bs, int D, int K, int N, bool keep_top1_path, int row_bytes) {
     build.sizes = sizes.at(d);
     build.bs = bs;
     build.max_depth = D;
+    build.num_rows = W;
     build.num_candidates = K;
     build.num_nodes = N;
     build.words = words;
@@ -129,10 +139,13 @@ int main() {
       for (const int K : {1, 5, 32}) {
         for (const int row_bytes : {1152, 4096 + 48, 13}) {
           const int bs = 2, D = N % 3 == 0 ? 32 : 7;
-          ++cases;
-          if (run(bs, D, K, N, keep_top1_path, row_bytes)) continue;
-          ++failed;
-          std::printf("FAIL D %d K %d N %d row %d bytes%s\n", D, K, N, row_bytes, keep_top1_path ? ", top-1 path" : "");
+          for (const Kind kind : {kMarginals, kPairs, kBeam}) {
+            ++cases;
+            if (run(kind, bs, D, K, N, keep_top1_path, row_bytes)) continue;
+            ++failed;
+            std::printf("FAIL kind %d D %d K %d N %d row %d bytes%s\n", kind, D, K, N, row_bytes,
+                        keep_top1_path ? ", top-1 path" : "");
+          }
         }
       }
     }

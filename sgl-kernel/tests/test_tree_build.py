@@ -229,7 +229,7 @@ def test_empty_batch(device):
 def arguments(device):
     candidates, log_probs, bonus = (x.to(device) for x in inputs(2, 3, 4, 1.0, seed=7))
     rest = tensors_of(poisoned(2, 5, device)).values()
-    return [candidates, log_probs, None, bonus, False, *rest]
+    return [candidates, log_probs, None, None, bonus, False, *rest]
 
 
 @on_each_device
@@ -253,11 +253,11 @@ def test_opcheck(device):
             lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
             "log_probs: expected a contiguous tensor",
         ),
-        (3, lambda t: t[:1], r"bonus: expected shape \[2\], got \[1\]"),
-        (5, lambda t: t.new_zeros(2, 257), r"tokens: expected \[bs, N\] with N of 1 to 256, got 257"),
-        (6, lambda t: t[:, :3], r"parents: expected shape \[2, 5\], got \[2, 3\]"),
+        (4, lambda t: t[:1], r"bonus: expected shape \[2\], got \[1\]"),
+        (6, lambda t: t.new_zeros(2, 257), r"tokens: expected \[bs, N\] with N of 1 to 256, got 257"),
+        (7, lambda t: t[:, :3], r"parents: expected shape \[2, 5\], got \[2, 3\]"),
         (
-            8,
+            9,
             lambda t: t[:, :, :0],
             r"ancestors: expected at least 1 words per node, got shape \[2, 5, 0\]",
         ),

@@ -14,7 +14,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from sgl_kernel.ddtree import Accepted, DraftTrees, KVBuffers, accept_path, build_trees, commit_path
+from sgl_kernel.ddtree import MAX_ROWS, Accepted, DraftTrees, KVBuffers, accept_path, build_trees, commit_path
 
 LAUNCHES = 20
 REPLAYS = 30
@@ -46,6 +46,25 @@ def candidates_of(bs: int, depth: int, width: int) -> tuple[torch.Tensor, torch.
     logits = torch.randn(bs, depth, 4096, device="cuda") * sharpness
     top = torch.log_softmax(logits, -1).topk(width)
     return top.indices.contiguous(), top.values.contiguous()
+
+
+def bench_rows(bs: int, num_nodes: int, depth: int, width: int) -> list[dict]:
+    """Build with candidates that are scored after each of several paths."""
+    shape = dict(bs=bs, num_nodes=num_nodes, max_depth=depth, candidates=width)
+    bonus = torch.zeros(bs, dtype=torch.int64, device="cuda")
+    results = []
+    for op, rows in (("build, pairs", width), ("build, beam", MAX_ROWS)):
+        calls = []
+        for _ in range(SETS):
+            tokens, _ = candidates_of(bs, depth, width)
+            log_probs = torch.log_softmax(3 * torch.randn(bs, depth, rows, width, device="cuda"), -1)
+            # Of any paths; most are children of the first rows, which are the likely nodes.
+            beam = torch.randint(4 * width, (bs, depth, rows), dtype=torch.int32, device="cuda")
+            trees = DraftTrees.allocate(bs, num_nodes, "cuda")
+            options = dict(beam=beam) if op == "build, beam" else {}
+            calls.append(lambda c=tokens, p=log_probs, t=trees, o=options: build_trees(c, p, bonus, t, **o))
+        results.append(dict(op=op, **shape, us=microseconds(calls)))
+    return results
 
 
 def bench_trees(bs: int, num_nodes: int, depth: int, width: int) -> list[dict]:
@@ -144,6 +163,7 @@ def main() -> None:
     ):
         for bs in (1, 16, 64):
             results += bench_trees(bs, num_nodes, depth, width)
+            results += bench_rows(bs, num_nodes, depth, width)
     for bs in (1, 16, 64):
         results += bench_commit("36 layers GQA", bs, 72, 2048, 5 * 4096)
         results += bench_commit("61 layers MLA", bs, 61, 1152, 5 * 7168)

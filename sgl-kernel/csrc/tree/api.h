@@ -14,9 +14,9 @@ using OptionalTensor = std::optional<Tensor>;
 
 // Check every argument and fill the params. Throw std::invalid_argument (ValueError in Python).
 BuildParams build_params(const Tensor& candidates, const Tensor& log_probs, const OptionalTensor& log_sum,
-                         const Tensor& bonus, bool keep_top1_path, const Tensor& tokens, const Tensor& parents,
-                         const Tensor& depths, const Tensor& ancestors, const Tensor& first_child,
-                         const Tensor& next_sibling, const Tensor& sizes);
+                         const OptionalTensor& beam, const Tensor& bonus, bool keep_top1_path, const Tensor& tokens,
+                         const Tensor& parents, const Tensor& depths, const Tensor& ancestors,
+                         const Tensor& first_child, const Tensor& next_sibling, const Tensor& sizes);
 AcceptParams accept_params(const Tensor& tokens, const Tensor& parents, const Tensor& target, const Tensor& path,
                            const Tensor& output, const Tensor& lengths, const Tensor& bonus);
 CommitParams commit_params(const Tensor& path, const Tensor& lengths, const Tensor& slots, const Tensor& buffers,
@@ -35,10 +35,10 @@ using Run = void (*)(const Params&, const Tensor&);
 
 // The ops' signatures, each written once; `run` is one of the above.
 template <Run<BuildParams> run>
-void build(Tensor candidates, Tensor log_probs, OptionalTensor log_sum, Tensor bonus, bool keep_top1_path,
-           Tensor tokens, Tensor parents, Tensor depths, Tensor ancestors, Tensor first_child, Tensor next_sibling,
-           Tensor sizes) {
-  run(build_params(candidates, log_probs, log_sum, bonus, keep_top1_path, tokens, parents, depths, ancestors,
+void build(Tensor candidates, Tensor log_probs, OptionalTensor log_sum, OptionalTensor beam, Tensor bonus,
+           bool keep_top1_path, Tensor tokens, Tensor parents, Tensor depths, Tensor ancestors, Tensor first_child,
+           Tensor next_sibling, Tensor sizes) {
+  run(build_params(candidates, log_probs, log_sum, beam, bonus, keep_top1_path, tokens, parents, depths, ancestors,
                    first_child, next_sibling, sizes),
       candidates);
 }

@@ -7,12 +7,16 @@
 // encodes the node, so every lane knows which node was added, and the lanes that hold its parent's and its own entry
 // replace them. The cost depends on N alone, not on D, K or the shape of the tree.
 //
-// A single warp has nothing to hide latency behind. An iteration is therefore one branch-free chain of dependent
-// instructions: the table of log-probabilities has a border of -inf (for a rank or a depth past the last), and only the
-// keys of nodes that can exist are compared.
+// The next child of a node is the next rank if the candidates of a position are sorted (marginals). If they are scored
+// after each of several paths, lane k holds the key of candidate k, and the next child is the warp's largest key below
+// the last one. That takes two more reductions, and the scores need no sorting.
 //
-// Synchronization: lane 0 writes scores and nodes to shared memory, and the warp reads them after __syncwarp(). The
-// rest of the block waits at __syncthreads().
+// A single warp has nothing to hide latency behind. An iteration is therefore one branch-free chain of dependent
+// instructions: the table of marginals has a border of -inf (for a rank or a depth past the last), and only the keys of
+// nodes that can exist are compared.
+//
+// Synchronization: lane 0 writes scores, nodes and rows to shared memory, and the warp reads them after __syncwarp().
+// The rest of the block waits at __syncthreads().
 #include "tree/launch.h"
 #include "tree/order.h"
 
@@ -22,55 +26,121 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kLanes = 32;
 constexpr unsigned kWarp = 0xffffffff;
+constexpr int kSharedMemory = 48 << 10;  // what every architecture gives a block without asking
+static_assert(kMaxCandidates <= kLanes && kMaxRows <= kLanes, "a lane for each candidate, and for each row");
 
+template <bool kRows>
 struct BuildShared {
-  float log_probs[(kMaxDepth + 1) * (kMaxCandidates + 1)];  // [D + 1, K + 1], the border is -inf
+  float log_probs[kRows ? 1 : (kMaxDepth + 1) * (kMaxCandidates + 1)];  // [D + 1, K + 1], the border is -inf
   float scores[kMaxNodes];
   uint32_t nodes[kMaxNodes];                     // packed; the root's is unused
-  uint8_t children[kMaxNodes * kMaxCandidates];  // [parent, rank] index of the child; set only if it exists
+  int8_t rows[kRows ? kMaxNodes : 1];            // of each node's children, or -1 if it has none
+  uint8_t children[kMaxNodes * kMaxCandidates];  // [parent, rank] index of the child, or undefined; with rows: or 0
   int16_t first_child[kMaxNodes], next_sibling[kMaxNodes];
   int size;
 };
 
+// What is scored after each of several paths, for one request. In shared memory if it fits.
+struct RowTable {
+  const float* log_probs;  // [D, W, K]
+  const int32_t* beam;     // [D, W], or nullptr
+};
+
+__device__ uint64_t warp_max(uint64_t key) {
+  const auto high = static_cast<uint32_t>(key >> 32);
+  const uint32_t best = __reduce_max_sync(kWarp, high);
+  return uint64_t{best} << 32 | __reduce_max_sync(kWarp, high == best ? static_cast<uint32_t>(key) : 0u);
+}
+
+// Finds the children of nodes, best first. All lanes of a warp call it and get the same keys.
+template <bool kRows>
+struct Children {
+  const BuildParams& p;
+  BuildShared<kRows>& shared;
+  const RowTable table;
+
+  // The key of the best child of the node `index`, or kNoKey.
+  __device__ uint64_t first(int index, Node node, float score) {
+    if constexpr (!kRows) {
+      return marginal({node.depth + 1, index, 0}, score);
+    } else {
+      const int row = row_of(node);
+      if (threadIdx.x == 0) shared.rows[index] = static_cast<int8_t>(row);
+      return best_below(~uint64_t{0}, index, node.depth, row, score);
+    }
+  }
+
+  // The key of the best sibling of a node that comes after it, or kNoKey.
+  __device__ uint64_t next(uint64_t key, Node node) const {
+    const float score = shared.scores[node.parent];
+    if constexpr (!kRows) {
+      return marginal({node.depth, node.parent, node.rank + 1}, score);
+    } else {
+      return best_below(key, node.parent, node.depth - 1, shared.rows[node.parent], score);
+    }
+  }
+
+ private:
+  __device__ uint64_t marginal(Node child, float parent_score) const {
+    const float score = parent_score + shared.log_probs[(child.depth - 1) * (p.num_candidates + 1) + child.rank];
+    return is_possible(score) ? order_key(score, child) : kNoKey;
+  }
+
+  __device__ int row_of(Node node) const {
+    if (node.depth == 0) return 0;
+    if (node.depth == p.max_depth) return -1;
+    if (!table.beam) return node.rank;
+    const int lane = threadIdx.x, wanted = shared.rows[node.parent] * p.num_candidates + node.rank;
+    const bool found = lane < p.num_rows && table.beam[node.depth * p.num_rows + lane] == wanted;
+    return __ffs(static_cast<int>(__ballot_sync(kWarp, found))) - 1;
+  }
+
+  // The largest key below `limit` of the children of `parent`, whose depth is `depth`.
+  __device__ uint64_t best_below(uint64_t limit, int parent, int depth, int row, float parent_score) const {
+    const int rank = threadIdx.x;
+    float log_prob = -INFINITY;
+    if (row >= 0 && rank < p.num_candidates) {
+      log_prob = clamped_log_prob(table.log_probs[(depth * p.num_rows + row) * p.num_candidates + rank]);
+    }
+    const float score = parent_score + log_prob;
+    const uint64_t key = is_possible(score) ? order_key(score, {depth + 1, parent, rank}) : kNoKey;
+    return warp_max(key < limit ? key : kNoKey);
+  }
+};
+
 // The search, run by one warp. Returns the number of nodes. Requires kKeys * 32 >= N.
-template <int kKeys>
-__device__ int search(const BuildParams& p, BuildShared& shared) {
+template <int kKeys, bool kRows>
+__device__ int search(const BuildParams& p, BuildShared<kRows>& shared, Children<kRows> children) {
   const int lane = threadIdx.x;
-  const int stride = p.num_candidates + 1;
   uint64_t keys[kKeys];
 #pragma unroll
   for (int j = 0; j < kKeys; ++j) keys[j] = kNoKey;
 
-  const auto key_of = [&](Node node, float parent_score) {
-    const float score = parent_score + shared.log_probs[(node.depth - 1) * stride + node.rank];
-    return is_possible(score) ? order_key(score, node) : kNoKey;
-  };
-  const auto add = [&](int index, uint32_t node, float score) {
+  const auto add = [&](int index, uint64_t key) {
     if (lane == 0) {
-      shared.nodes[index] = node;
-      shared.scores[index] = score;
+      shared.nodes[index] = static_cast<uint32_t>(key);
+      shared.scores[index] = score_of(key);
     }
   };
-
-  add(0, 0, 0.0f);
-  int size = 1;
-  float score = 0.0f;
   const auto set_key = [&](int index, uint64_t key) {
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) keys[j] = index == j * kLanes + lane ? key : keys[j];
   };
+
+  int size = 1;
+  uint64_t key = children.first(0, Node{0, -1, 0}, 0.0f);
+  if (lane == 0) shared.scores[0] = 0.0f;
+  __syncwarp();
   if (p.keep_top1_path) {
-    for (; size < p.num_nodes; ++size) {
-      const Node node{size, size - 1, 0};
-      const float next = score + shared.log_probs[(size - 1) * stride];
-      if (!is_possible(next)) break;  // true past the last depth as well
-      set_key(node.parent, key_of({node.depth, node.parent, 1}, score));
-      add(size, node.pack(), next);
-      score = next;
+    for (; size < p.num_nodes && key != kNoKey; ++size) {
+      const Node node = node_of(key);
+      set_key(node.parent, children.next(key, node));
+      add(size, key);
+      key = children.first(size, node, score_of(key));
+      __syncwarp();
     }
   }
-  set_key(size - 1, key_of({size, size - 1, 0}, score));
-  __syncwarp();
+  set_key(size - 1, key);
 
 #pragma unroll
   for (int last = 0; last < kKeys; ++last) {  // nodes below (last + 1) * 32: keys after `last` are still unused
@@ -78,41 +148,79 @@ __device__ int search(const BuildParams& p, BuildShared& shared) {
       uint64_t best = keys[0];
 #pragma unroll
       for (int j = 1; j <= last; ++j) best = keys[j] > best ? keys[j] : best;
-      const auto high = static_cast<uint32_t>(best >> 32);
-      const uint32_t score_bits = __reduce_max_sync(kWarp, high);
-      if (score_bits == 0) return size;  // the frontier is empty
-      const uint32_t node_bits = __reduce_max_sync(kWarp, high == score_bits ? static_cast<uint32_t>(best) : 0u);
-      const Node node = Node::unpack(node_bits);
-      score = ordered_value(score_bits);
-      const uint64_t sibling = key_of({node.depth, node.parent, node.rank + 1}, shared.scores[node.parent]);
-      const uint64_t child = key_of({node.depth + 1, size, 0}, score);
+      best = warp_max(best);
+      if (best == kNoKey) return size;  // the frontier is empty
+      const Node node = node_of(best);
+      const uint64_t sibling = children.next(best, node);
+      const uint64_t child = children.first(size, node, score_of(best));
 #pragma unroll
       for (int j = 0; j <= last; ++j) keys[j] = node.parent == j * kLanes + lane ? sibling : keys[j];
       keys[last] = size == last * kLanes + lane ? child : keys[last];
-      add(size, node_bits, score);
+      add(size, best);
       __syncwarp();
     }
   }
   return size;
 }
 
-template <int kKeys>
-__global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__ BuildParams p) {
-  __shared__ BuildShared shared;
-  const int request = blockIdx.x, D = p.max_depth, K = p.num_candidates, N = p.num_nodes;
-  const float* log_probs = p.log_probs + int64_t{request} * (D * K);
-  const float* log_sum = p.log_sum ? p.log_sum + int64_t{request} * D : nullptr;
-  for (int i = threadIdx.x; i < (D + 1) * (K + 1); i += kThreads) {
-    const int d = i / (K + 1), k = i % (K + 1);
-    float value = -INFINITY;
-    if (d < D && k < K) value = log_probs[d * K + k] - (log_sum ? log_sum[d] : 0.0f);
-    shared.log_probs[i] = clamped_log_prob(value);
+// Copies what the search reads to shared memory.
+template <bool kRows>
+__device__ RowTable load(const BuildParams& p, BuildShared<kRows>& shared, float* row_memory, bool rows_fit) {
+  const int request = blockIdx.x, D = p.max_depth, K = p.num_candidates, W = p.num_rows;
+  if constexpr (!kRows) {
+    const float* log_probs = p.log_probs + int64_t{request} * (D * K);
+    const float* log_sum = p.log_sum ? p.log_sum + int64_t{request} * D : nullptr;
+    for (int i = threadIdx.x; i < (D + 1) * (K + 1); i += kThreads) {
+      const int d = i / (K + 1), k = i % (K + 1);
+      float value = -INFINITY;
+      if (d < D && k < K) value = log_probs[d * K + k] - (log_sum ? log_sum[d] : 0.0f);
+      shared.log_probs[i] = clamped_log_prob(value);
+    }
+    return {};
+  } else {
+    for (int i = threadIdx.x; i < p.num_nodes * kMaxCandidates; i += kThreads) shared.children[i] = 0;
+    RowTable table{p.log_probs + int64_t{request} * (D * W * K),
+                   p.beam ? p.beam + int64_t{request} * (D * W) : nullptr};
+    if (!rows_fit) return table;
+    for (int i = threadIdx.x; i < D * W * K; i += kThreads) row_memory[i] = table.log_probs[i];
+    table.log_probs = row_memory;
+    if (table.beam) {
+      const auto beam = reinterpret_cast<int32_t*>(row_memory + D * W * K);
+      for (int i = threadIdx.x; i < D * W; i += kThreads) beam[i] = table.beam[i];
+      table.beam = beam;
+    }
+    return table;
   }
+}
+
+// Index of the sibling before node i, or 0.
+template <bool kRows>
+__device__ int previous_sibling(const BuildParams& p, const BuildShared<kRows>& shared, int i, Node node) {
+  const uint8_t* siblings = shared.children + node.parent * kMaxCandidates;
+  if constexpr (!kRows) {
+    // Siblings enter the tree in the order of their ranks, so the previous one is present.
+    return node.rank == 0 ? 0 : siblings[node.rank - 1];
+  } else {
+    int previous = 0;
+    for (int rank = 0; rank < p.num_candidates; ++rank) {
+      const int at = siblings[rank];
+      previous = at < i && at > previous ? at : previous;
+    }
+    return previous;
+  }
+}
+
+template <int kKeys, bool kRows>
+__global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__ BuildParams p, bool rows_fit) {
+  __shared__ BuildShared<kRows> shared;
+  extern __shared__ float row_memory[];
+  const int request = blockIdx.x, D = p.max_depth, K = p.num_candidates, N = p.num_nodes;
+  const RowTable table = load<kRows>(p, shared, row_memory, rows_fit);
   for (int i = threadIdx.x; i < N; i += kThreads) shared.first_child[i] = shared.next_sibling[i] = -1;
   __syncthreads();
 
   if (threadIdx.x < kLanes) {
-    const int size = search<kKeys>(p, shared);
+    const int size = search<kKeys, kRows>(p, shared, Children<kRows>{p, shared, table});
     if (threadIdx.x == 0) shared.size = size;
   }
   __syncthreads();
@@ -125,12 +233,8 @@ __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__
   __syncthreads();
   for (int i = 1 + threadIdx.x; i < size; i += kThreads) {
     const Node node = Node::unpack(shared.nodes[i]);
-    if (node.rank == 0) {
-      shared.first_child[node.parent] = static_cast<int16_t>(i);
-    } else {
-      // Siblings enter the tree in the order of their ranks, so the previous one is present.
-      shared.next_sibling[shared.children[node.parent * kMaxCandidates + node.rank - 1]] = static_cast<int16_t>(i);
-    }
+    const int previous = previous_sibling<kRows>(p, shared, i, node);
+    (previous == 0 ? shared.first_child[node.parent] : shared.next_sibling[previous]) = static_cast<int16_t>(i);
   }
   __syncthreads();
 
@@ -164,15 +268,23 @@ __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__
   if (threadIdx.x == 0) p.sizes[request] = size;
 }
 
+template <bool kRows>
+void launch_kind(const BuildParams& p, cudaStream_t stream) {
+  const size_t floats = size_t(p.max_depth) * p.num_rows * (p.num_candidates + (p.beam ? 1 : 0));
+  const size_t bytes = kRows ? floats * sizeof(float) : 0;
+  const bool rows_fit = sizeof(BuildShared<kRows>) + bytes <= kSharedMemory;
+  const auto kernel = p.num_nodes <= 32    ? build_kernel<1, kRows>
+                      : p.num_nodes <= 64  ? build_kernel<2, kRows>
+                      : p.num_nodes <= 128 ? build_kernel<4, kRows>
+                                           : build_kernel<8, kRows>;
+  kernel<<<p.bs, kThreads, rows_fit ? bytes : 0, stream>>>(p, rows_fit);
+}
+
 }  // namespace
 
 void launch_build(const BuildParams& p, cudaStream_t stream) {
   if (p.bs == 0) return;  // an empty grid is a launch error
-  const auto kernel = p.num_nodes <= 32    ? build_kernel<1>
-                      : p.num_nodes <= 64  ? build_kernel<2>
-                      : p.num_nodes <= 128 ? build_kernel<4>
-                                           : build_kernel<8>;
-  kernel<<<p.bs, kThreads, 0, stream>>>(p);
+  p.num_rows ? launch_kind<true>(p, stream) : launch_kind<false>(p, stream);
 }
 
 }  // namespace ddtree

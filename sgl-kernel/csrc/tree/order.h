@@ -1,7 +1,7 @@
 // The canonical order of a tree's nodes, for host and device. No other file restates this rule.
 //
 // A node precedes another if its score is higher. Ties are broken by lower depth, then by lower index of the parent,
-// then by lower rank among the parent's candidates. Nodes are numbered in this order (after the top-1 path, if that is
+// then by lower rank, which is the index among the position's candidates. Nodes are numbered in this order (after the top-1 path, if that is
 // kept), so the parents being compared already have their index. A parent precedes its children, because their scores
 // are not higher and they are deeper, and a sibling precedes the next one. Best-first search therefore visits the nodes
 // in exactly this order.
@@ -59,6 +59,9 @@ DDTREE_HOST_DEVICE float ordered_value(uint32_t ordered) {
 DDTREE_HOST_DEVICE uint64_t order_key(float score, Node node) {
   return static_cast<uint64_t>(ordered_bits(score)) << 32 | node.pack();
 }
+
+DDTREE_HOST_DEVICE Node node_of(uint64_t key) { return Node::unpack(static_cast<uint32_t>(key)); }
+DDTREE_HOST_DEVICE float score_of(uint64_t key) { return ordered_value(static_cast<uint32_t>(key >> 32)); }
 
 // The log-probability that enters a score. Rounding can leave the input slightly above 0, which would order a child
 // before its parent. NaN counts as -inf.

@@ -11,14 +11,23 @@
 
 namespace ddtree {
 
-// Builds the best tree of each request. Let q_d be the drafter's distribution for depth d. A node at depth d stands for
-// the tokens on its path, and its score is log q_1 + ... + log q_d (float32, summed from the root down). A tree takes
-// the first N - 1 nodes in the canonical order (order.h), in which a parent always precedes its children. Candidates of
-// probability 0 (log -inf, or NaN) never become nodes, so a tree can be smaller than N.
+// Builds the best tree of each request. Let q be the drafter's distribution of a token, given the path above it. A node
+// at depth d stands for the tokens on its path, and its score is the sum of their log q (float32, summed from the root
+// down). A tree takes the first N - 1 nodes in the canonical order (order.h), in which a parent always precedes its
+// children. Candidates of probability 0 (log -inf, or NaN) never become nodes, so a tree can be smaller than N.
+//
+// What q depends on is the shape of log_probs:
+//   W = 0            on the depth alone (marginals)
+//   W > 0, no beam   also on the previous token (pairs): W = K, and row w follows candidate w of the depth above
+//   W > 0, a beam    on the whole path: row w of a position belongs to the one path that beam[w] names
+// The root has row 0. A node without a row has no children.
 struct BuildParams {
-  const int64_t* candidates;  // [bs, D, K] tokens, distinct and best first at each position
+  const int64_t* candidates;  // [bs, D, K] tokens, distinct at each position
   const float* log_probs;     // [bs, D, K] log q, or logits if log_sum is given; non-increasing at each position
-  const float* log_sum;       // [bs, D] logsumexp of the logits, or nullptr
+                              // or [bs, D, W, K] log q after the path of row w
+  const float* log_sum;       // [bs, D] logsumexp of the logits, or nullptr; only if W = 0
+  const int32_t* beam;        // [bs, D, W] for row w of position d: the last node of its path, as row * K + candidate of
+                              // position d - 1, or -1 for no path; at position 0 it is not read. Or nullptr
   const int64_t* bonus;       // [bs] tokens of the roots
 
   int64_t* tokens;        // [bs, N] padding: the root's token, which is a valid vocabulary id
@@ -29,9 +38,9 @@ struct BuildParams {
   int32_t* next_sibling;  // [bs, N] node index, or -1
   int32_t* sizes;         // [bs] nodes of each tree: 1 to N
 
-  int32_t bs, max_depth /* D */, num_candidates /* K */, num_nodes /* N */, words;
-  // Nodes 1, 2, ... are then the top-1 path: the first candidate at every depth. The remaining nodes are the best of
-  // the others. Tokens accepted along the top-1 path are already in their final slots.
+  int32_t bs, max_depth /* D */, num_rows /* W */, num_candidates /* K */, num_nodes /* N */, words;
+  // Nodes 1, 2, ... are then the top-1 path: the best child at every depth. The remaining nodes are the best of the
+  // others. Tokens accepted along the top-1 path are already in their final slots.
   bool keep_top1_path;
 };
 

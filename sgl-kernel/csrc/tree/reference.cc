@@ -10,17 +10,22 @@
 namespace ddtree {
 namespace {
 
-// The search for one request's tree. The frontier holds, for each node, the first of its children that is not in the
-// tree yet.
+// The search for one request's tree. The frontier holds every possible child of the nodes that is not in the tree yet.
 struct Search {
   const BuildParams& p;
-  std::vector<float> log_probs;  // [D, K] clamped
+  const int num_rows;            // per position; marginals are one row
+  const int32_t* beam;           // [D, W], or nullptr
+  std::vector<float> log_probs;  // [D, num_rows, K] clamped
   std::vector<Node> nodes;       // the root's is unused
   std::vector<float> scores;
+  std::vector<int> rows;  // of each node's children, or -1 if it has none
   std::priority_queue<uint64_t> frontier;
 
-  Search(const BuildParams& params, int request) : p(params), nodes{Node{}}, scores{0.0f} {
-    const int64_t count = int64_t{p.max_depth} * p.num_candidates;
+  Search(const BuildParams& params, int request)
+      : p(params),
+        num_rows(std::max(p.num_rows, 1)),
+        beam(p.beam ? p.beam + int64_t{request} * p.max_depth * num_rows : nullptr) {
+    const int64_t count = int64_t{p.max_depth} * num_rows * p.num_candidates;
     for (int64_t i = 0; i < count; ++i) {
       const float value = p.log_probs[request * count + i];
       const float sum = p.log_sum ? p.log_sum[request * int64_t{p.max_depth} + i / p.num_candidates] : 0.0f;
@@ -30,38 +35,44 @@ struct Search {
 
   int size() const { return static_cast<int>(nodes.size()); }
 
-  float score(Node node) const {
-    return scores[node.parent] + log_probs[(node.depth - 1) * p.num_candidates + node.rank];
+  // The row of a node's children.
+  int row_of(Node node) const {
+    if (p.num_rows == 0 || node.depth == 0) return 0;
+    if (!beam) return node.rank;
+    const int32_t* position = beam + int64_t{node.depth} * num_rows;
+    const int32_t* found = std::find(position, position + num_rows, rows[node.parent] * p.num_candidates + node.rank);
+    return found == position + num_rows ? -1 : static_cast<int>(found - position);
   }
 
-  bool exists(Node node) const {
-    return node.depth <= p.max_depth && node.rank < p.num_candidates && is_possible(score(node));
-  }
-
-  void consider(Node node) {
-    if (exists(node)) frontier.push(order_key(score(node), node));
-  }
-
-  void add(Node node) {
-    scores.push_back(score(node));
+  // Adds a node, and its children to the frontier. Returns the key of the best child, or kNoKey.
+  uint64_t add(Node node, float score) {
+    const int parent = size();
     nodes.push_back(node);
+    scores.push_back(score);
+    const int row = node.depth < p.max_depth ? row_of(node) : -1;
+    rows.push_back(row);
+    uint64_t best = kNoKey;
+    for (int rank = 0; row >= 0 && rank < p.num_candidates; ++rank) {
+      const float child = score + log_probs[(int64_t{node.depth} * num_rows + row) * p.num_candidates + rank];
+      if (!is_possible(child)) continue;
+      const uint64_t key = order_key(child, {node.depth + 1, parent, rank});
+      frontier.push(key);
+      best = std::max(best, key);
+    }
+    return best;
   }
 
   void run() {
-    if (p.keep_top1_path) {
-      while (size() < p.num_nodes && exists({size(), size() - 1, 0})) {
-        const Node node{size(), size() - 1, 0};
-        add(node);
-        consider({node.depth, node.parent, 1});
-      }
+    uint64_t key = add(Node{0, -1, 0}, 0.0f);
+    std::vector<uint64_t> path;  // keys of the nodes on the top-1 path
+    while (p.keep_top1_path && size() < p.num_nodes && key != kNoKey) {
+      path.push_back(key);
+      key = add(node_of(key), score_of(key));
     }
-    consider({size(), size() - 1, 0});
     while (size() < p.num_nodes && !frontier.empty()) {
-      const Node node = Node::unpack(static_cast<uint32_t>(frontier.top()));
+      key = frontier.top();
       frontier.pop();
-      add(node);
-      consider({node.depth, node.parent, node.rank + 1});
-      consider({node.depth + 1, size() - 1, 0});
+      if (std::find(path.begin(), path.end(), key) == path.end()) add(node_of(key), score_of(key));
     }
   }
 };

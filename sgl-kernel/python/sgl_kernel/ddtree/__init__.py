@@ -2,7 +2,14 @@
 
 from sgl_kernel.ddtree import _library  # noqa: F401  registers the ops that the other modules call
 from sgl_kernel.ddtree.ancestors import ancestor_mask, ancestor_words, pack_ancestors
-from sgl_kernel.ddtree.limits import GQA_HEAD_SIZES, MAX_CANDIDATES, MAX_DEPTH, MAX_NODES, MLA_HEAD_SIZES
+from sgl_kernel.ddtree.limits import (
+    GQA_HEAD_SIZES,
+    MAX_CANDIDATES,
+    MAX_DEPTH,
+    MAX_NODES,
+    MAX_ROWS,
+    MLA_HEAD_SIZES,
+)
 from sgl_kernel.ddtree.recurrent import (
     MAX_RECURRENT_NODES,
     ChannelDelta,
@@ -30,6 +37,7 @@ __all__ = [
     "MAX_DEPTH",
     "MAX_NODES",
     "MAX_RECURRENT_NODES",
+    "MAX_ROWS",
     "MLA_HEAD_SIZES",
     "RecurrentWorkspace",
     "StateSpace",

@@ -1,6 +1,7 @@
 """Ops on the draft tree: building it, walking it, and moving what was accepted.
 
-Shapes use N for num_nodes, D for max_depth, F = D + 1 for block_size and K for the candidates per position.
+Shapes use N for num_nodes, D for max_depth, F = D + 1 for block_size, K for the candidates per position and W
+for the paths per position after which candidates are scored.
 """
 
 from __future__ import annotations
@@ -125,27 +126,40 @@ def build_trees(
     out: DraftTrees,
     *,
     log_sum: torch.Tensor | None = None,
+    beam: torch.Tensor | None = None,
     keep_top1_path: bool = False,
 ) -> DraftTrees:
     """Build the tree of the most probable prefixes for each request.
 
-    A node at depth d has the score log q_1 + ... + log q_d of the tokens on its path (float32, summed from the root
-    down). Nodes are ordered by score, highest first. Ties are broken by lower depth, then by lower index of the parent,
-    then by lower rank. The tree takes the first N - 1 nodes and numbers them in this order. No tree of the same size
-    has a larger sum of prefix probabilities. Candidates of probability 0 (-inf or NaN) never become nodes. A tree is
-    smaller than N if there are too few prefixes.
+    A node's score is the sum of the log-probabilities of the tokens on its path (float32, summed from the root down).
+    Nodes are ordered by score, highest first. Ties are broken by lower depth, then by lower index of the parent, then
+    by lower index among the candidates. The tree takes the first N - 1 nodes and numbers them in this order. No tree of
+    the same size has a larger sum of prefix probabilities. Candidates of probability 0 (-inf or NaN) never become
+    nodes. A tree is smaller than N if there are too few prefixes.
+
+    The shape of log_probs says what a token's probability depends on:
+
+    - [bs, D, K]: on the depth alone (marginals). The candidates are sorted, best first.
+    - [bs, D, K, K] without a beam: also on the previous token (pairs). Row w of a position follows candidate w of the
+      position above. The order of the candidates does not matter.
+    - [bs, D, W, K] with a beam: on the whole path. Row w of a position follows one path, which the beam names. A path
+      that the beam does not name has no children.
+
+    The root's candidates are in row 0 of the first position.
 
     The result is the same on the CPU and on CUDA, bit for bit. A capture fixes shapes and keep_top1_path; everything
     else is read on the device.
 
     Args:
-        candidates: [bs, D, K] int64, tokens of each draft position, distinct and best first; D up to MAX_DEPTH, K up to
-            MAX_CANDIDATES.
-        log_probs: [bs, D, K] float32, their log-probabilities, or their logits if log_sum is given; non-increasing.
+        candidates: [bs, D, K] int64, tokens of each draft position, distinct; D up to MAX_DEPTH, K up to MAX_CANDIDATES.
+        log_probs: float32, their log-probabilities: see above. W is up to MAX_ROWS. Marginals are non-increasing, and
+            they are logits if log_sum is given.
         bonus: [bs] int64, the roots' tokens.
         out: trees of bs requests to write into; N up to MAX_NODES.
-        log_sum: [bs, D] float32, logsumexp of each position's logits.
-        keep_top1_path: makes the first candidate at every depth a node, as far as N allows. This top-1 path has the
+        log_sum: [bs, D] float32, logsumexp of each position's logits. Marginals only.
+        beam: [bs, D, W] int32. Row w of position d (from 0) follows the path that ends in candidate beam % K of
+            position d - 1, after that position's row beam // K. -1 stands for no path. Position 0 is not read.
+        keep_top1_path: makes the best child at every depth a node, as far as N allows. This top-1 path has the
             indices 1, 2, ...; the remaining nodes are the best of the others, in the order above. Tokens accepted along
             it are already in their final slots.
 
@@ -161,6 +175,7 @@ def build_trees(
         candidates,
         log_probs,
         log_sum,
+        beam,
         bonus,
         keep_top1_path,
         out.tokens,

@@ -5,6 +5,7 @@ Upstream's candidate_topk() does it in some twenty kernels. Behind a small model
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +18,32 @@ from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 TILE = 2048  # logits per program: small enough for one position to occupy the card
 
 
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a drafter does to its logits. It keeps their order.
+
+    Attributes:
+        multiplier: factor, above 0.
+        cap: then logits become cap * tanh(logits / cap). None: they stay.
+    """
+
+    multiplier: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Transform logits of any shape to float32."""
+        logits = logits.float() * self.multiplier
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+IDENTITY = LogitTransform()
+
+
 def top_candidates(
-    hidden: torch.Tensor, lm_head: torch.nn.Module, num_candidates: int
+    hidden: torch.Tensor,
+    lm_head: torch.nn.Module,
+    num_candidates: int,
+    transform: LogitTransform = IDENTITY,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores the vocabulary at each draft position and takes the best tokens.
 
@@ -26,27 +51,37 @@ def top_candidates(
         hidden: [positions, hidden] of the drafter.
         lm_head: the target's.
         num_candidates: K.
+        transform: of the logits.
 
     Returns:
         Tokens [positions, K] int64, best first; their logits [positions, K] float32; the logsumexp of all logits
-        [positions] float32.
+        [positions] float32. Where upstream's code scores the vocabulary, the logsumexp of transformed logits is that of
+        the candidates alone.
     """
     weight: Any = getattr(lm_head, "weight", None)
-    if hidden.is_cuda and get_parallel().tp_size == 1 and is_dense_head_weight(weight):
-        return topk_logsumexp(hidden.to(weight.dtype) @ weight[: lm_head.org_vocab_size].T, num_candidates)
+    if get_parallel().tp_size == 1 and is_dense_head_weight(weight):
+        logits = hidden.to(weight.dtype) @ weight[: lm_head.org_vocab_size].T
+        if hidden.is_cuda:
+            return topk_logsumexp(logits, num_candidates, transform)
+        logits = transform(logits)
+        best = logits.topk(num_candidates)
+        return best.indices, best.values, logits.logsumexp(-1)
     # Upstream's fused kernel wants at least two candidates: on an H200 it returned ids outside the vocabulary for
     # one.
     tokens, logits, log_sum = candidate_topk(hidden, lm_head, max(2, num_candidates), with_partition=True)
-    tokens, logits = (x[:, :num_candidates].contiguous() for x in (tokens, logits.float()))
-    return tokens, logits, log_sum.float()
+    tokens, logits = (x[:, :num_candidates].contiguous() for x in (tokens, transform(logits)))
+    return tokens, logits, log_sum.float() if transform == IDENTITY else logits.logsumexp(-1)
 
 
-def topk_logsumexp(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def topk_logsumexp(
+    logits: torch.Tensor, k: int, transform: LogitTransform = IDENTITY
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find the k largest logits of each row, and the logsumexp of the row, in two kernels.
 
     Args:
         logits: [rows, vocabulary] of any float dtype; the last dimension is contiguous.
         k: at most the vocabulary.
+        transform: of the logits, before anything else.
 
     Returns:
         Indices [rows, k] int64, largest logit first and at equal logits lowest index first; their logits [rows, k]
@@ -62,8 +97,9 @@ def topk_logsumexp(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
     tile_max, tile_sum = new(rows, tiles), new(rows, tiles)
     values, ids, log_sum = new(rows, k), new(rows, k, dtype=torch.int64), new(rows)
     _topk_of_tile[rows, tiles](
-        logits, logits.stride(0), vocabulary, tile_values, tile_ids, tile_max, tile_sum, TILE=TILE, K=k
-    )
+        logits, logits.stride(0), vocabulary, transform.multiplier, transform.cap or 1.0, tile_values, tile_ids,
+        tile_max, tile_sum, TILE=TILE, K=k, CAPPED=transform.cap is not None,
+    )  # fmt: skip
     _merge_tiles[rows,](
         tile_values, tile_ids, tile_max, tile_sum, tiles, values, ids, log_sum, K=k,
         TILES=triton.next_power_of_2(tiles), CANDIDATES=triton.next_power_of_2(tiles * k),
@@ -76,19 +112,24 @@ def _topk_of_tile(  # type: ignore[no-untyped-def]
     logits,
     stride,
     vocabulary,
+    multiplier,
+    cap,
     tile_values,
     tile_ids,
     tile_max,
     tile_sum,
     TILE: tl.constexpr,
     K: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     row, tile = tl.program_id(0), tl.program_id(1)
     out = row * tl.num_programs(1) + tile
     at = tl.arange(0, TILE)
     token = tile * TILE + at
     x = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < vocabulary, other=-float("inf"))
-    x = x.to(tl.float32)
+    x = x.to(tl.float32) * multiplier
+    if CAPPED:
+        x = tl.where(token < vocabulary, cap * (2 * tl.sigmoid(2 * x / cap) - 1), x)  # tanh
     largest = tl.max(x, axis=0)
     # A tile of -inf alone adds nothing; exp(-inf - -inf) would be NaN.
     total = tl.sum(tl.where(x == -float("inf"), 0.0, tl.exp(x - largest)), axis=0)

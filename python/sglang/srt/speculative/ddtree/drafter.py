@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
     from transformers import PretrainedConfig
 
-# SGLang's models with a plain DFlash head. Its other DFlash models have a selector.
-PLAIN_HEADS = ("DFlashDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel")
 FLAG = "--speculative-draft-model-path"
 NEEDED = "a folder with a DFlash drafter, or the name of such a repository on the hub"
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
@@ -152,27 +150,19 @@ def drafter_faults(drafter: PretrainedConfig, target: PretrainedConfig) -> Itera
     Yields:
         For each key that does not fit: its name, what was expected and what came.
     """
+    from sglang.srt.speculative.ddtree.heads import DRAFT_MODELS, head_faults
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
     architectures = list(getattr(drafter, "architectures", None) or [])
-    if not set(architectures).intersection(PLAIN_HEADS):
-        yield f"architectures: expected one of {list(PLAIN_HEADS)}, got {architectures}. {_advice(architectures)}"
+    if not set(architectures).intersection(DRAFT_MODELS):
+        yield f"architectures: expected one of {list(DRAFT_MODELS)}, got {architectures}. {_advice(architectures)}"
         return  # the other keys mean something else there
     try:
         parsed = parse_dflash_draft_config(draft_hf_config=drafter)
     except (ValueError, TypeError) as error:
         yield f"expected the keys of a DFlash drafter, got one with a wrong value: {error}"
         return
-    heads = {
-        "a Domino head": parsed.is_domino,
-        "a selector": parsed.selector_rank,
-        "a LiLiCorr head": _has_lilicorr(getattr(drafter, "dflash_config", None) or {}),
-    }
-    if found := [head for head, is_there in heads.items() if is_there]:
-        yield (
-            f"dflash_config: expected a plain DFlash head, whose distribution at a position does not depend on "
-            f"the path, got {' and '.join(found)}. --speculative-algorithm DFLASH runs it."
-        )
+    yield from head_faults(drafter, target.vocab_size)
     num_layers = target.num_hidden_layers * getattr(target, "num_loops", 1)  # upstream numbers loops through
     yield from _layer_faults(parsed.target_layer_ids, num_layers)
     if drafter.hidden_size != target.hidden_size:
@@ -192,12 +182,6 @@ def drafter_faults(drafter: PretrainedConfig, target: PretrainedConfig) -> Itera
             f"dflash_config.mask_token_id: expected a token below {target.vocab_size}, the target's vocab_size, "
             f"got {mask}."
         )
-
-
-def _has_lilicorr(dflash_config: dict[str, object]) -> bool:
-    """Return whether upstream would build a LiLiCorr head."""
-    has_keys = any(key.startswith("lilicorr_") for key in dflash_config)
-    return has_keys and dflash_config.get("lilicorr_enabled") is not False
 
 
 def _layer_faults(ids: list[int] | None, num_layers: int) -> Iterator[str]:
@@ -221,6 +205,4 @@ def _advice(architectures: list[str]) -> str:
     names = " ".join(architectures).lower()
     if "eagle" in names:
         return "--speculative-algorithm EAGLE or EAGLE3 runs EAGLE heads."
-    if "dflash" in names:
-        return "--speculative-algorithm DFLASH runs heads with a selector."
     return "It is not a DFlash drafter."

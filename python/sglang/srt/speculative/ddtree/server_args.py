@@ -271,9 +271,7 @@ def resolve_widths(args: ServerArgs) -> None:
     num_nodes = args.speculative_num_draft_tokens
     if num_nodes is None:
         num_nodes = max(DEFAULT_NUM_NODES, block_size)
-    num_candidates = args.speculative_eagle_topk
-    if num_candidates is None:
-        num_candidates = DEFAULT_NUM_CANDIDATES
+    num_candidates = _resolve_candidates(args)
     for flag, value, low, high in (
         ("--speculative-num-draft-tokens", num_nodes, 2, max_nodes),
         ("--speculative-dflash-block-size", block_size, 2, MAX_DEPTH + 1),
@@ -361,6 +359,25 @@ def _device(args: ServerArgs) -> str:
 def _flag(field: str) -> str:
     """Return the flag that sets a field of ServerArgs."""
     return "--" + field.replace("_", "-")
+
+
+def _resolve_candidates(args: ServerArgs) -> int:
+    """Return K: the user's, else the one that the drafter's head was trained with, else the default.
+
+    Raises:
+        ValueError: the head works with another K only.
+    """
+    from sglang.srt.speculative.ddtree.heads import head_class
+
+    config = drafter_config(args)
+    head, asked = head_class(config), args.speculative_eagle_topk
+    trained = head.trained_candidates(config)
+    if head.fixed_candidates and asked not in (None, trained):
+        raise ValueError(
+            f"DDTREE: --speculative-eagle-topk: expected {trained} or no value, got {asked}: the drafter's head was "
+            "trained with that many candidates and works with no other number."
+        )
+    return asked if asked is not None else trained or DEFAULT_NUM_CANDIDATES
 
 
 def _drafter_block_size(args: ServerArgs) -> int:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import torch
 from sgl_kernel.ddtree import DraftTrees, build_trees
-from sglang.srt.speculative.ddtree.candidates import top_candidates
+from sglang.srt.speculative.ddtree.heads import Head
 
 
 class TreeBuilder:
-    """Takes K candidates at each draft position and builds the most probable tree from them.
+    """Builds the most probable tree from what a draft head says of its candidates.
 
     Under tensor parallelism the ranks gather their candidates and one logsumexp per position, never the
     vocabulary.
 
     Args:
-        lm_head: the target's LM head, which the drafter shares.
+        head: the drafter's.
         block_size: F, positions of a draft pass. Position 0 is the bonus token.
         num_nodes: N, nodes of a tree.
-        num_candidates: K, candidates per position.
         keep_top1_path: whether a tree always contains the first choice of every depth.
         max_bs: the most requests in a captured graph.
         device: where the trees go.
@@ -26,18 +25,16 @@ class TreeBuilder:
     def __init__(
         self,
         *,
-        lm_head: torch.nn.Module,
+        head: Head,
         block_size: int,
         num_nodes: int,
-        num_candidates: int,
         keep_top1_path: bool,
         max_bs: int,
         device: torch.device | str,
     ) -> None:
-        self.lm_head = lm_head
+        self.head = head
         self.block_size = block_size
         self.num_nodes = num_nodes
-        self.num_candidates = num_candidates
         self.keep_top1_path = keep_top1_path
         self.max_bs = max_bs
         self.device = device
@@ -65,15 +62,23 @@ class TreeBuilder:
             input_ids: [bs * F] int64. The first of every F tokens is a bonus token.
             trees: bs trees to write into.
         """
-        bs, max_depth = trees.tokens.shape[0], self.block_size - 1
-        hidden = hidden_states.view(bs, self.block_size, -1)[:, 1:].reshape(bs * max_depth, -1)
-        tokens, logits, log_sum = top_candidates(hidden, self.lm_head, self.num_candidates)
-        shape = (bs, max_depth, self.num_candidates)
+        bonus = input_ids.view(-1, self.block_size)[:, 0].contiguous()
+        candidates = self.head.candidates(hidden_states.view(bonus.shape[0], self.block_size, -1), bonus)
         build_trees(
-            tokens.view(shape),
-            logits.view(shape),
-            input_ids.view(bs, -1)[:, 0].contiguous(),
+            candidates.tokens,
+            candidates.log_probs,
+            bonus,
             trees,
-            log_sum=log_sum.view(shape[:2]),
+            log_sum=candidates.log_sum,
+            beam=candidates.beam,
             keep_top1_path=self.keep_top1_path,
         )
+
+    def set_anchor(self, hidden: torch.Tensor | None, bs: int) -> None:
+        """Give the head the drafter's states of the last committed tokens. Upstream calls it after every commit.
+
+        Args:
+            hidden: as for Head.set_anchor().
+            bs: its rows.
+        """
+        self.head.set_anchor(hidden)

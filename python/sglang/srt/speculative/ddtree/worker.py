@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
 from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_serving, get_spec
 from sglang.srt.speculative.ddtree.coverage import verify_layers, widest_window
 from sglang.srt.speculative.ddtree.forward_step import ForwardStep
+from sglang.srt.speculative.ddtree.heads import HeadParts, make_head
 from sglang.srt.speculative.ddtree.kv_pool import KVGroup, commit_kv, describe_pools, kv_groups, refuse_layers
 from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader
 from sglang.srt.speculative.ddtree.penalties import OutputPenalties
@@ -106,12 +107,15 @@ class DDTreeWorker(DFlashWorkerV2):
                 f"DDTREE: target model: expected recurrent layers that the tree ops cover, got {gaps}: serve it "
                 "without DDTREE."
             )
-        if self.selector is not None or self.lilicorr is not None or self._is_domino:
-            raise ValueError(
-                "DDTREE: drafter: expected a plain DFlash head, whose distribution at a position does not "
-                "depend on the path, got a selector, LiLiCorr or Domino head: --speculative-algorithm DFLASH "
-                "runs it."
-            )
+
+    @property
+    def _is_domino(self) -> bool:
+        """Whether the base class drafts its chain with Domino, for which it needs CUDA and bfloat16. It never does."""
+        return False
+
+    @_is_domino.setter
+    def _is_domino(self, value: bool) -> None:
+        """Ignore what the base class finds in the drafter's configuration: head_class() decides."""
 
     def _embed_block(self, ids: torch.Tensor) -> torch.Tensor:
         """Embed the draft block: with the drafter's own embedding if it has one, else with the target's."""
@@ -156,6 +160,7 @@ class DDTreeWorker(DFlashWorkerV2):
         super().init_attention_backends()
         self._refuse_or_describe_pools()
         self.builder = self._make_builder()
+        self._draft_sampler = self.builder  # upstream gives it the anchors, without graphs as well
         self.model_runner.attn_backend = with_tree_verify(
             self.model_runner.attn_backend,
             self.model_runner,
@@ -211,11 +216,17 @@ class DDTreeWorker(DFlashWorkerV2):
                 "DDTREE: target model: expected an lm_head that the drafter can share, got none: serve it "
                 "without DDTREE."
             )
-        return TreeBuilder(
+        parts = HeadParts(
+            drafter=self.draft_model,
             lm_head=lm_head,
+            embed=unwrap_lora_layer(self.model_runner.model.get_input_embeddings()),
+            num_candidates=self.num_candidates,
+            max_requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
+        )
+        return TreeBuilder(
+            head=make_head(self.draft_model.config, parts),
             block_size=self.block_size,
             num_nodes=self.num_nodes,
-            num_candidates=self.num_candidates,
             keep_top1_path=get_spec().speculative_ddtree_top1_path == "keep",
             max_bs=0 if self._on_cpu else max(get_exec().graph.cuda_graph_config.decode.bs or [0]),
             device=self.device,
@@ -281,7 +292,7 @@ class DDTreeWorker(DFlashWorkerV2):
     @property
     def builds_in_graph(self) -> bool:
         """Whether the drafter's graphs build the trees."""
-        return self._draft_sampler is not None
+        return not self._on_cpu
 
     def _maybe_build_draft_sampler(self) -> TreeBuilder:
         return self.builder
@@ -298,6 +309,7 @@ class DDTreeWorker(DFlashWorkerV2):
         grammar_barrier: Any = None,
         pp_proxy_tensors: Any = None,
     ) -> GenerationBatchResult:
+        self.builder.head.begin(batch.req_pool_indices)
         is_decode = not (
             batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle()
         )
