@@ -120,7 +120,7 @@ class TritonCase(CustomTestCase):
 
     context, requests, window = 1000, 4, 32
 
-    def backend(self, *, num_nodes=None, mode="native", layers=(), **attributes):
+    def backend(self, *, num_nodes=None, mode="native", layers=(), draft_window=None, **attributes):
         """The target's wrapped backend for trees of `num_nodes` nodes, or the drafter's if None."""
         backend = TritonAttnBackend.__new__(TritonAttnBackend)
         backend.__dict__ |= dict(
@@ -138,7 +138,7 @@ class TritonCase(CustomTestCase):
             model_config=SimpleNamespace(num_hidden_layers=2),
         )  # fmt: skip
         if num_nodes is None:
-            return with_block_attention(backend, runner, block_size=8)
+            return with_block_attention(backend, runner, block_size=8, draft_window=draft_window)
         words = torch.zeros(self.requests, num_nodes, ancestor_words(num_nodes), dtype=torch.int64)
         return with_tree_verify(backend, runner, mode=mode, num_nodes=num_nodes, graph_ancestors=words)
 
@@ -306,6 +306,43 @@ class TestWindowPoolInGraph(TritonCase):
             for r, (row, length) in enumerate(zip(rows, lengths)):
                 own = found.kv_indices[found.kv_indptr[r] :][: min(length, 8)]
                 self.assertEqual(own.tolist(), (4999 - table[row, max(0, length - 8) : length]).tolist())
+
+
+class TestDraftWindow(TritonCase):
+    """The slots that a drafter with --speculative-draft-window-size reads."""
+
+    def test_slots_follow_the_batch(self):
+        bs, width = 2, 8
+        layers = [self.layer(causal=False)]
+        backend = self.backend(layers=layers, draft_window=6, token_to_kv_pool=None, kv_index_translator=None)
+        backend.init_cuda_graph_state(self.requests, self.requests * width)
+        table = backend.tree_runner.req_to_token_pool.req_to_token
+        table.copy_(torch.arange(table.numel()).view(table.shape))
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_target_verify=lambda: True),
+            seq_lens=torch.ones(bs, dtype=torch.int64),
+            req_pool_indices=torch.zeros(bs, dtype=torch.int64),
+            out_cache_loc=torch.arange(bs * width),
+        )
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        for lengths, rows in (([50, 3], [2, 1]), ([6, 1000], [3, 4])):
+            batch.seq_lens.copy_(torch.tensor(lengths))
+            batch.req_pool_indices.copy_(torch.tensor(rows))
+            backend.init_forward_metadata_in_graph(batch)
+            found = backend._slots_of(layers[0], batch)
+            self.assertEqual(found.prefix_lens.tolist(), [min(length, 6) for length in lengths])
+            self.assertEqual(found.tree_slots.tolist(), list(range(bs * width)))
+            for r, (row, length) in enumerate(zip(rows, lengths)):
+                own = found.kv_indices[found.kv_indptr[r] :][: min(length, 6)]
+                self.assertEqual(own.tolist(), table[row, max(0, length - 6) : length].tolist())
+
+    def test_a_drafter_on_triton_is_refused(self):
+        for layer, gap in (
+            (self.layer(causal=True, size=80), r"\(h_q, h_kv, d_qk, d_v\) = \(2, 1, 80, 80\)"),
+            (self.layer(causal=False, window=16), "sliding windows in a draft block that is not causal"),
+        ):
+            with self.assertRaisesRegex(ValueError, f"^DDTREE: --speculative-draft-window-size: .* got .*{gap}"):
+                self.backend(layers=[layer], draft_window=6)
 
 
 class TestWindowPool(CustomTestCase):

@@ -10,6 +10,7 @@ from unittest import mock
 
 from sglang.srt.models import dflash
 from sglang.srt.speculative.ddtree import drafter
+from sglang.srt.speculative.ddtree.heads import PLAIN_MODELS
 from sglang.test.ci.ci_register import register_cpu_ci
 from support.ddtree_arguments import DRAFTER, MODEL, ArgumentsCase
 from transformers import PretrainedConfig
@@ -17,6 +18,11 @@ from transformers import PretrainedConfig
 register_cpu_ci(est_time=20, suite="unit")
 
 CONFIG = DRAFTER["dflash_config"]
+# What makes SGLang load a drafter's own embedding.
+NEMOTRON = dict(
+    has_embed_tokens=True, quantization_config=dict(quant_method="modelopt", quant_algo="W4A16_NVFP4"),
+    dflash_config=CONFIG | dict(sample_from_anchor=False), eagle_aux_hidden_state_layer_ids=[1, 3],
+)  # fmt: skip
 
 
 class DrafterCase(ArgumentsCase):
@@ -144,6 +150,16 @@ class TestConfiguration(DrafterCase):
 
     def test_fits(self):
         self.resolve()
+        for changes in (
+            dict(vocab_size=1024),
+            dict(vocab_size=16, draft_vocab_size=16),
+            dict(layer_types=["sliding_attention", "full_attention", "full_attention"], sliding_window=8,
+                 use_sliding_window=True),
+            NEMOTRON,
+        ):  # fmt: skip
+            with self.subTest(changes):
+                self.write(**changes)
+                self.resolve()
 
     def test_another_kind(self):
         for architectures, advice in (
@@ -160,7 +176,7 @@ class TestConfiguration(DrafterCase):
         heads = {
             model.__name__ for model in dflash.EntryClass if not issubclass(model, dflash.DFlash2DraftModel)
         }
-        self.assertEqual(set(drafter.PLAIN_HEADS), heads)
+        self.assertEqual(set(PLAIN_MODELS), heads)
 
     def test_not_json(self):
         (self.drafter / "config.json").write_text("{")
@@ -178,7 +194,19 @@ class TestConfiguration(DrafterCase):
             (dict(dflash_config=CONFIG | dict(target_layer_ids=[-1, 1])), "0 to 2, got [-1, 1]"),
             (dict(dflash_config=CONFIG | dict(target_layer_ids="all")), "target_layer_ids must be a list"),
             (dict(hidden_size=256), "hidden_size: expected 128, the target's, got 256"),
-            (dict(vocab_size=16 + 64), "vocab_size: expected at most 16, the target's, got 80"),
+            (dict(vocab_size=1025), "vocab_size: expected at most 1024, the target's 16 and its padding, got 1025"),
+            (dict(draft_vocab_size=8), "draft_vocab_size: expected none or vocab_size, which is 16, got 8"),
+            (dict(has_lm_head=True), "has_lm_head: expected a drafter that uses the target's LM head"),
+            (dict(has_embed_tokens=True), "has_embed_tokens: expected a drafter that uses the target's embedding"),
+            (dict(hidden_act="gelu"), "hidden_act: expected one of ['silu', 'swigluoai'], got 'gelu'"),
+            (dict(dflash_config=CONFIG | dict(attention_mode="mla")),
+             "dflash_config.attention_mode: expected one of ['gqa', 'mha'], got 'mla'"),
+            (dict(layer_types=["linear_attention"] * 3),
+             "layer_types: expected only full_attention and sliding_attention, got linear_attention"),
+            (dict(layer_types=["sliding_attention"] * 3), "DFLASH sliding_attention layers require config.sliding_window"),
+            (dict(speculators_model_type="dflash"), "SGLang does not read the layout of the Speculators library"),
+            (NEMOTRON | dict(attention_sink_bias=True), "attention_sink_bias: expected none in the layout of Nemotron"),
+            (NEMOTRON | dict(vocab_size=15), "vocab_size: expected at least 16, the target's, for the drafter's own"),
             (dict(dflash_config=CONFIG | dict(mask_token_id=16)),
              "dflash_config.mask_token_id: expected a token below 16, the target's vocab_size, got 16"),
             (dict(dflash_config=CONFIG | dict(selector_rank=4, selector_top_k=2)),
@@ -194,9 +222,15 @@ class TestConfiguration(DrafterCase):
 
     def test_every_fault_is_found(self):
         faults = drafter.drafter_faults(
-            PretrainedConfig(**DRAFTER | dict(hidden_size=256, vocab_size=80)), PretrainedConfig(**MODEL)
+            PretrainedConfig(**DRAFTER | dict(hidden_size=256, vocab_size=2000)), PretrainedConfig(**MODEL)
         )
         self.assertEqual([fault.split(":")[0] for fault in faults], ["hidden_size", "vocab_size"])
+        types = PretrainedConfig(**DRAFTER, layer_types=["full_attention"])
+        found = list(drafter.drafter_faults(types, PretrainedConfig(**MODEL)))
+        self.assertEqual(found, ["layer_types: expected one for each of 3 layers, got 1."])
+        self.write(hidden_size=256, vocab_size=2000)
+        with self.assertRaisesRegex(ValueError, "(?s)^DDTREE: .* hidden_size: .*\nDDTREE: .* vocab_size: "):
+            self.resolve()
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ class TestRefusals(ArgumentsCase):
     def test_features(self):
         for flag, value in (
             ("pp_size", 2),
-            ("speculative_draft_window_size", 64),
+            ("speculative_draft_sink_size", 4),
             ("enable_hierarchical_cache", True),
             ("enable_return_routed_experts", True),
             ("enable_return_indexer_topk", True),

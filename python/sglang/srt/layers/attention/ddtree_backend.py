@@ -38,6 +38,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.ddtree.coverage import (
     MLA_SHAPE,
     applies_scales,
@@ -48,7 +49,7 @@ from sglang.srt.speculative.ddtree.coverage import (
     verify_layers,
     widest_window,
 )
-from sglang.srt.speculative.ddtree.kv_pool import VerifySlots, in_window_pool, window_slots
+from sglang.srt.speculative.ddtree.kv_pool import VerifySlots, in_window_pool, recent_slots, window_slots
 
 if TYPE_CHECKING:
     from sgl_kernel.ddtree import VerifyWorkspace
@@ -90,9 +91,16 @@ class TreeVerifyMixin(AttentionBackend):
     use_sliding_window_kv_pool: bool  # the base backend's: the window layers have a pool of their own
 
     def _init_tree(
-        self, *, runner: ModelRunner, mode: str, num_nodes: int, graph_ancestors: torch.Tensor | None = None
+        self,
+        *,
+        runner: ModelRunner,
+        mode: str,
+        num_nodes: int,
+        graph_ancestors: torch.Tensor | None = None,
+        draft_window: int | None = None,
     ) -> None:
         self.tree_mode = mode
+        self.tree_draft_window = draft_window
         self.num_nodes = num_nodes
         self.tree_runner = runner
         self.tree_graph_ancestors = graph_ancestors
@@ -100,7 +108,10 @@ class TreeVerifyMixin(AttentionBackend):
         self.tree_ancestors: torch.Tensor | None = None
         self.tree_static: dict[str, torch.Tensor] = {}
         self.tree_window = widest_window(runner.model)
-        self.tree_window_slots: VerifySlots | None = None  # of the forward that runs or is captured
+        # Of the forward that runs or is captured: for layers whose KV is in a pool for windows, and for all layers of
+        # a drafter that sees only the end of the prefix.
+        self.tree_window_slots: VerifySlots | None = None
+        self.tree_recent_slots: VerifySlots | None = None
         self.tree_blocks: dict[bool, torch.Tensor] = {}  # ancestor words of draft blocks, by causality
         self.tree_workspaces: dict[tuple[int, int, int, int], VerifyWorkspace] = {}
         max_requests = runner.req_to_token_pool.req_to_token.shape[0]
@@ -128,7 +139,15 @@ class TreeVerifyMixin(AttentionBackend):
         raise NotImplementedError
 
     def _find_window_slots(self, forward_batch: ForwardBatch) -> None:
-        """Find the slots of the window layers, if these have a pool of their own. A graph can capture it."""
+        """Find the slots of layers that do not see the whole prefix, if there are such. A graph can capture it."""
+        if self.tree_draft_window is not None:
+            self.tree_recent_slots = recent_slots(
+                self.tree_runner.req_to_token_pool.req_to_token,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                forward_batch.out_cache_loc,
+                self.tree_draft_window,
+            )
         if not self.use_sliding_window_kv_pool:
             return
         assert self.tree_window is not None  # refuse_layers() has seen to it
@@ -298,6 +317,8 @@ class TreeVerifyMixin(AttentionBackend):
         if in_window_pool(self.token_to_kv_pool, layer):
             assert self.tree_window_slots is not None
             return self.tree_window_slots
+        if self.tree_recent_slots is not None:
+            return self.tree_recent_slots
         return VerifySlots(*self._prefix_slots(), self.tree_prefix_lens, forward_batch.out_cache_loc)
 
     def ancestors_of(self, tokens: int, *, causal: bool = True) -> torch.Tensor:
@@ -404,6 +425,8 @@ class TritonTreeVerify(TreeVerifyMixin, PerRequestGraphBuffersMixin, TritonAttnB
         if self.tree_mode != "native":
             super().init_forward_metadata_in_graph(forward_batch)
             return
+        if self.tree_draft_window is not None:
+            return  # no layer reads the slots of the whole prefix
         kv_indptr, kv_indices = self.tree_prefix_slots
         self.tree_prefix_lens.copy_(forward_batch.seq_lens)
         torch.cumsum(self.tree_prefix_lens, 0, dtype=torch.int32, out=kv_indptr[1:])
@@ -467,7 +490,7 @@ class TorchNativeTreeVerify(TreeVerifyMixin, TorchNativeAttnBackend):
 
 
 def with_block_attention(
-    backend: AttentionBackend, runner: ModelRunner, *, block_size: int
+    backend: AttentionBackend, runner: ModelRunner, *, block_size: int, draft_window: int | None = None
 ) -> AttentionBackend:
     """Wrap the drafter's backend if it is upstream's Triton backend: its block runs on the tree ops.
 
@@ -478,9 +501,13 @@ def with_block_attention(
         backend: of `runner`, after its construction and before graph capture.
         runner: the drafter's.
         block_size: F, positions of a block.
+        draft_window: tokens of the prefix that the drafter sees; None: all.
 
     Returns:
         The backend to use instead.
+
+    Raises:
+        ValueError: there is a draft window, and the tree ops do not cover the drafter.
     """
     if type(backend) is not TritonAttnBackend:
         return backend
@@ -489,7 +516,14 @@ def with_block_attention(
     if any(not is_causal(layer) and has_window(layer) for layer in verify_layers(runner.model)):
         gaps.append("sliding windows in a draft block that is not causal")
     if not gaps:
-        return with_tree_verify(backend, runner, mode="native", num_nodes=block_size)
+        return with_tree_verify(
+            backend, runner, mode="native", num_nodes=block_size, draft_window=draft_window
+        )
+    if draft_window is not None:
+        raise ValueError(
+            "DDTREE: --speculative-draft-window-size: expected a drafter that the tree ops cover, got "
+            f"{'; '.join(gaps)}: leave the argument out."
+        )
     logger.warning("DDTREE drafts on Triton, because the tree ops do not cover %s.", "; ".join(gaps))
     wrapped = wrap(TritonDraftBackend, backend)
     wrapped.graph_prefix = runner.req_to_token_pool.req_to_token.shape[1]
@@ -504,6 +538,7 @@ def with_tree_verify(
     num_nodes: int,
     graph_ancestors: torch.Tensor | None = None,
     recurrent: RecurrentStates | None = None,
+    draft_window: int | None = None,
 ) -> AttentionBackend:
     """Wrap a backend so that it runs TARGET_VERIFY on trees, and everything else as before.
 
@@ -515,6 +550,7 @@ def with_tree_verify(
         graph_ancestors: [max_bs, N, words] int64, where a captured graph finds the ancestor words of its trees.
             None: the nodes are a draft block.
         recurrent: of a target with recurrent layers.
+        draft_window: tokens of the prefix that a drafter sees; None: all.
 
     Returns:
         The backend to use instead.
@@ -563,7 +599,13 @@ def with_tree_verify(
             f"which SGLang uses {type(backend).__name__}: serve it without DDTREE."
         )
     wrapped = wrap(wrapper, backend)
-    wrapped._init_tree(runner=runner, mode=mode, num_nodes=num_nodes, graph_ancestors=graph_ancestors)
+    wrapped._init_tree(
+        runner=runner,
+        mode=mode,
+        num_nodes=num_nodes,
+        graph_ancestors=graph_ancestors,
+        draft_window=draft_window,
+    )
     return wrapped
 
 
@@ -608,5 +650,9 @@ def create_draft_backend(runner: ModelRunner) -> AttentionBackend:
         The wrapped backend.
     """
     return with_tree_verify(
-        TorchNativeAttnBackend(runner), runner, mode="native", num_nodes=runner.decode_num_tokens_per_req()
+        TorchNativeAttnBackend(runner),
+        runner,
+        mode="native",
+        num_nodes=runner.decode_num_tokens_per_req(),
+        draft_window=get_spec().speculative_draft_window_size,
     )

@@ -6,21 +6,21 @@ refuse_path() looks for the drafter's files, and drafter_faults() compares its c
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.overrides import model_config_of
+from sglang.srt.speculative.ddtree.checkpoint import DRAFTER_FLAG, is_same_file, refuse_missing
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
     from transformers import PretrainedConfig
 
-FLAG = "--speculative-draft-model-path"
+ACTIVATIONS = ("silu", "swigluoai")  # of upstream's DFlash layers
+ATTENTION_MODES = ("gqa", "mha")  # of them; SpecForge also trains "mla"
+LAYER_TYPES = ("full_attention", "sliding_attention")
+VOCABULARY_MULTIPLE = 1024  # models pad their vocabulary to a multiple of this or of a divisor
 NEEDED = "a folder with a DFlash drafter, or the name of such a repository on the hub"
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
-HUB_TIMEOUT = 10.0  # seconds
 
 
 def refuse_path(args: ServerArgs) -> None:
@@ -32,70 +32,21 @@ def refuse_path(args: ServerArgs) -> None:
     Raises:
         ValueError: names the drafter and what is missing.
     """
-    from sglang.srt.environ import envs
     from sglang.srt.utils.common import is_remote_url
 
     path = args.speculative_draft_model_path
     if is_remote_url(path):
         return
-    if path == args.model_path or _is_same_file(path, args.model_path):
-        raise ValueError(f"DDTREE: {FLAG}: expected {NEEDED}, got the target itself: {path}.")
-    if os.path.isdir(path):
-        load_format = args.speculative_draft_load_format or args.load_format
-        _refuse_folder(Path(path), with_weights=load_format in ("auto", "safetensors"))
-    elif os.path.exists(path) or path.endswith(".gguf"):
-        kind = "a GGUF file, whose format has no DFlash head" if path.endswith(".gguf") else "a file"
-        raise ValueError(f"DDTREE: {FLAG}: expected {NEEDED}, got {kind}: {path}.")
-    elif os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") != 1:
-        raise ValueError(f"DDTREE: {FLAG}: expected {NEEDED}, got {path}, which does not exist.")
-    elif not envs.SGLANG_USE_MODELSCOPE.get():
-        _refuse_repository(path, args.speculative_draft_model_revision)
-
-
-def _is_same_file(path: str, other: str) -> bool:
-    """Return whether both paths exist and are the same file or folder."""
-    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
-
-
-def _refuse_folder(folder: Path, *, with_weights: bool) -> None:
-    """Raise ValueError for a folder without a configuration or without weights."""
-    if not (folder / "config.json").is_file():
-        found = "has no config.json" if any(folder.iterdir()) else "is empty"
-        raise ValueError(f"DDTREE: {FLAG}: expected {NEEDED}, got {folder}, which {found}.")
-    if with_weights and not any(path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
-        raise ValueError(
-            f"DDTREE: {FLAG}: expected {NEEDED}, got {folder}, which has no weights "
-            f"({', '.join(WEIGHT_FILES)})."
-        )
-
-
-def _refuse_repository(name: str, revision: str | None) -> None:
-    """Raise ValueError for a repository whose config.json is neither in the cache nor on the hub."""
-    from huggingface_hub import errors as hub
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-
-    try:
-        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-            return
-        url = hf_hub_url(name, "config.json", revision=revision)
-        get_hf_file_metadata(url, timeout=HUB_TIMEOUT)
-        return
-    except hub.HFValidationError:
-        found = "which is no name of a repository"
-    except hub.GatedRepoError:
-        found = "which is gated: accept its terms on the hub, and set HF_TOKEN to your token"
-    except hub.RepositoryNotFoundError:
-        found = "which is neither a folder nor on the hub. If it is private, set HF_TOKEN to your token"
-    except hub.RevisionNotFoundError:
-        found = f"which has no revision {revision!r} (--speculative-draft-model-revision)"
-    except hub.EntryNotFoundError:
-        found = "which has no config.json"
-    except Exception as error:  # the hub's HTTP client has errors of its own
-        found = (
-            f"which is not in the cache, and the hub cannot be asked ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else 'no message'})"
-        )
-    raise ValueError(f"DDTREE: {FLAG}: expected {NEEDED}, got {name}, {found}.")
+    if path == args.model_path or is_same_file(path, args.model_path):
+        raise ValueError(f"DDTREE: {DRAFTER_FLAG}: expected {NEEDED}, got the target itself: {path}.")
+    load_format = args.speculative_draft_load_format or args.load_format
+    refuse_missing(
+        path,
+        flag=DRAFTER_FLAG,
+        needed=NEEDED,
+        revision=args.speculative_draft_model_revision,
+        with_weights=load_format in ("auto", "safetensors"),
+    )
 
 
 def refuse_drafter(args: ServerArgs) -> None:
@@ -105,10 +56,13 @@ def refuse_drafter(args: ServerArgs) -> None:
         args: the server's arguments, after refuse_path().
 
     Raises:
-        ValueError: names the drafter, the key of its config.json, what was expected and what came.
+        ValueError: has a line for each fault. It names the drafter, the key of its config.json, what was expected and
+            what came.
     """
-    for fault in drafter_faults(drafter_config(args), model_config_of(args).hf_text_config):
-        raise ValueError(f"DDTREE: {FLAG}: {args.speculative_draft_model_path}: config.json: {fault}")
+    faults = drafter_faults(drafter_config(args), model_config_of(args).hf_text_config)
+    path = args.speculative_draft_model_path
+    if lines := [f"DDTREE: {DRAFTER_FLAG}: {path}: config.json: {fault}" for fault in faults]:
+        raise ValueError("\n".join(lines))
 
 
 def drafter_config(args: ServerArgs) -> PretrainedConfig:
@@ -135,7 +89,7 @@ def drafter_config(args: ServerArgs) -> PretrainedConfig:
         )
     except Exception as error:  # a file that is not JSON, a model_type that nobody knows
         raise ValueError(
-            f"DDTREE: {FLAG}: {path}: config.json: expected the configuration of a DFlash drafter, got one "
+            f"DDTREE: {DRAFTER_FLAG}: {path}: config.json: expected the configuration of a DFlash drafter, got one "
             f"that cannot be read: {error}"
         ) from error
 
@@ -157,6 +111,12 @@ def drafter_faults(drafter: PretrainedConfig, target: PretrainedConfig) -> Itera
     if not set(architectures).intersection(DRAFT_MODELS):
         yield f"architectures: expected one of {list(DRAFT_MODELS)}, got {architectures}. {_advice(architectures)}"
         return  # the other keys mean something else there
+    if (layout := getattr(drafter, "speculators_model_type", None)) is not None:
+        yield (
+            f"speculators_model_type: expected a drafter in the layout of DFlash's authors, which has no such key, got "
+            f"{layout!r}: SGLang does not read the layout of the Speculators library."
+        )
+        return  # most keys are in transformer_layer_config there
     try:
         parsed = parse_dflash_draft_config(draft_hf_config=drafter)
     except (ValueError, TypeError) as error:
@@ -170,12 +130,8 @@ def drafter_faults(drafter: PretrainedConfig, target: PretrainedConfig) -> Itera
             f"hidden_size: expected {target.hidden_size}, the target's, got {drafter.hidden_size}. The drafter "
             "was trained for another model."
         )
-    vocab_size = getattr(drafter, "vocab_size", None)
-    if vocab_size is not None and vocab_size > target.vocab_size:
-        yield (
-            f"vocab_size: expected at most {target.vocab_size}, the target's, got {vocab_size}. The drafter was "
-            "trained for another vocabulary."
-        )
+    yield from _layer_type_faults(drafter)
+    yield from _vocabulary_faults(drafter, target.vocab_size)
     mask = parsed.mask_token_id
     if mask is not None and mask >= target.vocab_size:
         yield (
@@ -198,6 +154,76 @@ def _layer_faults(ids: list[int] | None, num_layers: int) -> Iterator[str]:
             f"dflash_config.target_layer_ids: expected different layers of the target, 0 to {num_layers - 1}, "
             f"got {ids}."
         )
+
+
+def _layer_type_faults(drafter: PretrainedConfig) -> Iterator[str]:
+    """Yield what upstream's DFlash layers do not implement of a drafter's."""
+    from sglang.srt.speculative.dflash_utils import (
+        get_dflash_attention_sliding_window_size,
+        get_dflash_layer_types,
+        is_nemotron_35_draft_config,
+    )
+
+    dflash_config = getattr(drafter, "dflash_config", None) or {}
+    mode = dflash_config.get("attention_mode")
+    if mode not in (None, *ATTENTION_MODES):
+        yield f"dflash_config.attention_mode: expected one of {list(ATTENTION_MODES)}, got {mode!r}."
+    activation = getattr(drafter, "hidden_act", ACTIVATIONS[0])
+    if activation not in ACTIVATIONS:
+        yield f"hidden_act: expected one of {list(ACTIVATIONS)}, got {activation!r}."
+    try:
+        types = get_dflash_layer_types(drafter) or ()
+        get_dflash_attention_sliding_window_size(drafter)
+    except ValueError as error:
+        yield f"layer_types: expected a list, and sliding_window with 'sliding_attention' in it: {error}"
+        return
+    if types and len(types) < drafter.num_hidden_layers:
+        yield f"layer_types: expected one for each of {drafter.num_hidden_layers} layers, got {len(types)}."
+    if others := sorted(set(types).difference(LAYER_TYPES)):
+        yield f"layer_types: expected only {' and '.join(LAYER_TYPES)}, got {' and '.join(others)}."
+    if is_nemotron_35_draft_config(drafter) and getattr(drafter, "attention_sink_bias", False):
+        yield (
+            "attention_sink_bias: expected none in the layout of Nemotron 3.5, got one: SGLang runs them on "
+            "trtllm_mha only, and DDTREE drafts on Triton. --speculative-algorithm DFLASH runs it."
+        )
+
+
+def _vocabulary_faults(drafter: PretrainedConfig, vocab_size: int) -> Iterator[str]:
+    """Yield what does not fit of the drafter's vocabulary, embedding and LM head.
+
+    A drafter borrows the target's embedding and head, and then its own vocabulary is only a number, which may be padded
+    differently.
+
+    Args:
+        drafter: its configuration.
+        vocab_size: of the target, with padding.
+    """
+    from sglang.srt.speculative.dflash_utils import is_nemotron_35_draft_config
+
+    own = getattr(drafter, "vocab_size", None)
+    most = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    if own is not None and own > most:
+        yield (
+            f"vocab_size: expected at most {most}, the target's {vocab_size} and its padding, got {own}. The drafter "
+            "was trained for another vocabulary."
+        )
+    if getattr(drafter, "has_lm_head", False):
+        yield (
+            "has_lm_head: expected a drafter that uses the target's LM head, got one with its own, which SGLang "
+            "would not load."
+        )
+    reduced = getattr(drafter, "draft_vocab_size", None)
+    if reduced not in (None, own):
+        yield f"draft_vocab_size: expected none or vocab_size, which is {own}, got {reduced}: SGLang needs all tokens."
+    if not getattr(drafter, "has_embed_tokens", False):
+        return
+    if not is_nemotron_35_draft_config(drafter):
+        yield (
+            "has_embed_tokens: expected a drafter that uses the target's embedding, got one with its own, which "
+            "SGLang loads in the layout of Nemotron 3.5 only (W4A16_NVFP4)."
+        )
+    elif own < vocab_size:
+        yield f"vocab_size: expected at least {vocab_size}, the target's, for the drafter's own embedding, got {own}."
 
 
 def _advice(architectures: list[str]) -> str:

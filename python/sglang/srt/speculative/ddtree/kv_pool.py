@@ -191,15 +191,31 @@ def window_slots(
     Returns:
         Slots of the window layers' pool. Entries of kv_indices past a request's prefix are not meant to be read.
     """
+    slot_of = pool.full_to_swa_index_mapping
+    recent = recent_slots(table, rows, prefix_lens, tree_slots, window)
+    return recent._replace(kv_indices=slot_of[recent.kv_indices], tree_slots=slot_of[tree_slots])
+
+
+def recent_slots(
+    table: torch.Tensor, rows: torch.Tensor, prefix_lens: torch.Tensor, tree_slots: torch.Tensor, window: int
+) -> VerifySlots:
+    """Find the slots of the nodes, and of the last tokens of each prefix. A graph can capture it.
+
+    Args:
+        table, rows, prefix_lens, tree_slots: as in window_slots().
+        window: the most tokens of a prefix.
+
+    Returns:
+        Slots as the slot table names them. Entries of kv_indices past a request's prefix are not meant to be read.
+    """
     width = min(window, table.shape[1])
     seen = prefix_lens.clamp(max=width)
     positions = (prefix_lens - seen)[:, None] + torch.arange(width, device=table.device)
-    slot_of = pool.full_to_swa_index_mapping
     return VerifySlots(
         kv_indptr=torch.arange(rows.numel() + 1, dtype=torch.int32, device=table.device) * width,
-        kv_indices=slot_of[table[rows[:, None], positions]].flatten(),
+        kv_indices=table[rows[:, None], positions].flatten(),
         prefix_lens=seen.to(torch.int32),
-        tree_slots=slot_of[tree_slots],
+        tree_slots=tree_slots,
     )
 
 

@@ -92,7 +92,7 @@ REFUSALS = (
     Refusal("speculative_num_steps", (1, None), "one pass drafts --speculative-dflash-block-size positions"),
     Refusal("speculative_token_map", (None,), "the drafter proposes from the whole vocabulary"),
     Refusal("speculative_adaptive", (False,), "the verify graphs have one width"),
-    Refusal("speculative_draft_window_size", (None,), "the drafter uses the target's slots"),
+    Refusal("speculative_draft_sink_size", (None, 0), "the drafter sees only the end of the prefix"),
     Refusal("disaggregation_mode", ("null",), "the drafter's KV is not transferred"),
     Refusal("enable_linear_replayssm", (False,), "recurrent states are committed by path, not by decoding step"),
     Refusal("enable_linear_replayssm_spec", (False,), "it replays one chain of tokens, not the path of a tree"),

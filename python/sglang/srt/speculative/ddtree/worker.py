@@ -76,8 +76,12 @@ class DDTreeWorker(DFlashWorkerV2):
         spec = get_spec()
         self.num_nodes = spec.speculative_num_draft_tokens
         self.num_candidates = spec.speculative_eagle_topk
-        # The base class reads the width of a draft pass from this field. For others it is a verify's width.
-        with spec.override(speculative_num_draft_tokens=spec.speculative_dflash_block_size):
+        self.draft_window = spec.speculative_draft_window_size
+        # The base class reads the width of a draft pass from the first field. For others it is a verify's width. With the
+        # second, it would give the drafter a slot table of its own, and copy the window there in every step.
+        with spec.override(
+            speculative_num_draft_tokens=spec.speculative_dflash_block_size, speculative_draft_window_size=None
+        ):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self._refuse_models()
         refuse_updates(self.draft_model)
@@ -172,7 +176,10 @@ class DDTreeWorker(DFlashWorkerV2):
         if self.recurrent is not None:
             self.recurrent.log_memory()
         self.draft_model_runner.attn_backend = with_block_attention(
-            self.draft_model_runner.attn_backend, self.draft_model_runner, block_size=self.block_size
+            self.draft_model_runner.attn_backend,
+            self.draft_model_runner,
+            block_size=self.block_size,
+            draft_window=self.draft_window,
         )
         self.step_graphs = None
         if not self._on_cpu:
