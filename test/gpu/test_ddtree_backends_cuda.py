@@ -86,11 +86,19 @@ def judge(engine, answers):
     return gaps_by_name(engine, answers | {"plain": greedy(engine)[0].outputs})
 
 
-# Not CustomTestCase: its module needs packages that a bare CUDA host lacks.
-class TestPrefillBackendCuda(unittest.TestCase):
+class PrefillChecks:
+    """Test methods for a unittest.TestCase: the cases of some backends, all engines at once.
+
+    Attributes:
+        backends: whose cases run.
+    """
+
+    backends = ()
+
     @classmethod
     def setUpClass(cls):
         folder, target, drafter = write_models_for(cls)
+        cls.cases = {name: case for name, case in CASES.items() if case.backend in cls.backends}
         plain = CUDA | dict(model_path=target)
         variants = {
             "": {},
@@ -106,7 +114,7 @@ class TestPrefillBackendCuda(unittest.TestCase):
                 tree | variants[case.variant] | dict(attention_backend=case.backend) | case.arguments,
                 greedy_and_backends,
             )
-            for name, case in CASES.items()
+            for name, case in cls.cases.items()
             if case.is_possible()
         }
         cls.results = {}
@@ -120,14 +128,14 @@ class TestPrefillBackendCuda(unittest.TestCase):
             answers = {
                 name: result[0].outputs
                 for name, result in cls.results.items()
-                if CASES[name].variant == variant and not isinstance(result, RuntimeError)
+                if cls.cases[name].variant == variant and not isinstance(result, RuntimeError)
             }
             if answers:
                 judges[variant] = EngineProcess(plain | arguments, judge, answers)
         cls.gaps = {variant: child.result(SECONDS) for variant, child in judges.items()}
 
     def test_answers(self):
-        for name, case in CASES.items():
+        for name, case in self.cases.items():
             with self.subTest(name):
                 if not case.is_possible():
                     self.skipTest(f"{case.backend} is not installed, or not for this device")
@@ -143,6 +151,17 @@ class TestPrefillBackendCuda(unittest.TestCase):
                     value, _, _ = result[1]
                     self.assertGreater(value, 0.0)  # both verify kernels ran on the KV that the prefill wrote
                     self.assertLess(value, 0.05)
+
+
+# Not CustomTestCase: its module needs packages that a bare CUDA host lacks.
+class TestCompiledPrefillCuda(PrefillChecks, unittest.TestCase):
+    backends = ("triton", "fa3", "fa4", "flashmla")
+
+
+class TestFlashInferPrefillCuda(PrefillChecks, unittest.TestCase):
+    """FlashInfer compiles for minutes at its first use."""
+
+    backends = ("flashinfer",)
 
 
 if __name__ == "__main__":

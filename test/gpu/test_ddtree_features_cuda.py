@@ -121,26 +121,45 @@ def with_leaked_slots(engine, job):
     return result, before - engine.free_slots()
 
 
-def fill_context_and_judge(engine, answers):
+def fill_context_and_judge(engine, prompts, answers):
     """fill_context() of plain decoding, and the gaps of each engine's answers."""
-    return *fill_context(engine), [engine.gaps(LONG_PROMPTS, outputs) for outputs in answers]
+    return *fill_context(engine, prompts), [engine.gaps(prompts, outputs) for outputs in answers]
 
 
 class TestContextEndCuda(OnCuda):
+    prompts = LONG_PROMPTS
+
     def test_context_ends(self):
         modes = ("native", "triton")
         tree = self.tree | {"speculative_num_draft_tokens": 32}
-        engines = [EngineProcess(tree | {"speculative_ddtree_verify": mode}, fill_context) for mode in modes]
+        engines = [
+            EngineProcess(tree | {"speculative_ddtree_verify": mode}, fill_context, self.prompts)
+            for mode in modes
+        ]
         answers = [engine.result() for engine in engines]
         # The last tokens are not judged: a prompt that fills the whole context is refused.
         shorter = [[output[:-8] for output in outputs] for outputs, _ in answers]
-        plain, _, judged = run_engine(self.plain, fill_context_and_judge, shorter)
+        plain, _, judged = run_engine(self.plain, fill_context_and_judge, self.prompts, shorter)
         for mode, (outputs, leaked), gaps in zip(modes, answers, judged):
             with self.subTest(mode):
                 print(mode, "largest gaps", [max(found) for found in gaps])
                 self.assertEqual([len(output) for output in outputs], [len(output) for output in plain])
                 self.assertEqual(leaked, 0, "KV slots leaked")
                 self.assertLess(max(max(found) for found in gaps), 2 * TIE)
+
+
+class TestLongContextCuda(TestContextEndCuda):
+    """Prompts of nearly 33,000 tokens, in chunks, with upstream's choice of the prefill backend."""
+
+    context = 33_000
+    prompts = [PROMPTS[4] * 346, PROMPTS[3] * 507]  # 32,870 and 32,955 tokens
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        more = dict(attention_backend=None, max_total_tokens=4 * cls.context)
+        cls.plain |= more
+        cls.tree |= more
 
 
 class TestServerCuda(ServerChecks, CustomTestCase):

@@ -16,15 +16,17 @@ class DDTreeCase(CustomTestCase):
         target: folder of the target.
         plain: arguments of an engine that decodes plainly.
         tree: arguments of an engine that runs DDTREE.
+        context: most tokens of a request.
     """
 
     target: str
     plain: dict[str, Any]
     tree: dict[str, Any]
+    context = 2048
 
     @classmethod
     def setUpClass(cls) -> None:
-        _, cls.target, drafter = write_models_for(cls)
+        _, cls.target, drafter = write_models_for(cls, context=cls.context)
         cls.plain = {"model_path": cls.target}
         cls.tree = cls.plain | {
             "speculative_algorithm": "DDTREE",

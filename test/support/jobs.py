@@ -34,10 +34,10 @@ def answer_twice(engine: Engine) -> tuple[list[int], list[int], int]:
     return answer, list(second.output_ids)[:20], second.cached_tokens
 
 
-def fill_context(engine: Engine) -> tuple[list[list[int]], int]:
+def fill_context(engine: Engine, prompts: list[list[int]] = LONG_PROMPTS) -> tuple[list[list[int]], int]:
     """Greedy answers that only the end of the context stops, and by how much the free slots have changed."""
     free = engine.free_slots()
-    requests = engine.generate(LONG_PROMPTS, temperature=0, max_new_tokens=4096, ignore_eos=True)
+    requests = engine.generate(prompts, temperature=0, max_new_tokens=4096, ignore_eos=True)
     return [list(request.output_ids_through_stop) for request in requests], engine.free_slots() - free
 
 

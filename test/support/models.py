@@ -26,7 +26,7 @@ def text_of(tokens: Iterable[int]) -> str:
 
 
 def write_models(
-    folder: Path, *, seed: int = 0, layers: int = 3, vocabulary: int = VOCABULARY
+    folder: Path, *, seed: int = 0, layers: int = 3, vocabulary: int = VOCABULARY, context: int = 2048
 ) -> tuple[str, str]:
     """Write a random Llama target and a random DFlash drafter for it (block size 8), in float32.
 
@@ -35,6 +35,7 @@ def write_models(
         seed: seed of the weights.
         layers: number of the target's layers.
         vocabulary: number of tokens. The tokenizer knows the first VOCABULARY of them.
+        context: most tokens of a request.
 
     Returns:
         The folders of the target and of the drafter.
@@ -47,7 +48,7 @@ def write_models(
         hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1, head_dim=64
     )
     config = LlamaConfig(
-        **shape, vocab_size=vocabulary, num_hidden_layers=layers, max_position_embeddings=2048,
+        **shape, vocab_size=vocabulary, num_hidden_layers=layers, max_position_embeddings=context,
         tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, dtype="float32",
     )  # fmt: skip
     target = LlamaForCausalLM(config)
@@ -67,7 +68,7 @@ def write_models(
                 model_type="qwen3",
                 vocab_size=vocabulary,
                 num_hidden_layers=2,
-                max_position_embeddings=2048,
+                max_position_embeddings=context,
                 rms_norm_eps=1e-6,
                 rope_theta=10000.0,
                 hidden_act="silu",
@@ -98,8 +99,12 @@ def write_models(
     return str(folder / "target"), str(drafter)
 
 
-def write_models_for(case: type[unittest.TestCase]) -> tuple[Path, str, str]:
+def write_models_for(case: type[unittest.TestCase], **options: int) -> tuple[Path, str, str]:
     """Run write_models() in a folder that is removed when the test class `case` has finished.
+
+    Args:
+        case: the test class.
+        options: of write_models().
 
     Returns:
         That folder, and the folders of the target and of the drafter.
@@ -107,7 +112,7 @@ def write_models_for(case: type[unittest.TestCase]) -> tuple[Path, str, str]:
     temporary = tempfile.TemporaryDirectory()
     case.addClassCleanup(temporary.cleanup)
     folder = Path(temporary.name)
-    return folder, *write_models(folder)
+    return folder, *write_models(folder, **options)
 
 
 def write_mla_target(folder: Path, *, seed: int = 3, nope: int = 64, value: int = 64) -> str:
