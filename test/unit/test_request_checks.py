@@ -104,8 +104,21 @@ class TestRequestChecks(CustomTestCase):
             self.refused("logit_bias: expected|logit_bias of token 5: expected", {"logit_bias": {"5": value}})
             self.refused("temperature: expected", {"temperature": value})
 
+    def test_logits_stay_finite(self):
+        for bias in (1e30, -1e30):
+            check_tokenized(generate({"logit_bias": {"5": bias}, "repetition_penalty": 1e-20}), CONFIG)
+            self.refused("logit_bias of token 5: expected", {"logit_bias": {"5": 2 * bias}})
+        self.refused("repetition_penalty: expected a number from 1e-20 to 2", {"repetition_penalty": 1e-21})
+
     def test_ids_and_counts_are_of_the_vocabulary(self):
         self.refused("stop_token_ids: expected a number from 0 to 99, got 100", {"stop_token_ids": [100]})
+        many = list(range(VOCABULARY // 2 + 1))
+        check_tokenized(generate({"stop_token_ids": many}), CONFIG)
+        check_tokenized(generate({"stop_token_ids": many[1:], "min_new_tokens": 2}), CONFIG)
+        self.refused(
+            "stop_token_ids: expected at most 50 tokens with min_new_tokens, got 51",
+            {"stop_token_ids": many, "min_new_tokens": 2},
+        )
         self.refused("top_logprobs_num: expected a number from 0 to 100, got 101", top_logprobs_num=101)
         self.refused("logprob_start_len: expected a number from -1", logprob_start_len=-2)
 

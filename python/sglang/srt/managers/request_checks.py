@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         TokenizedEmbeddingReqInput,
         TokenizedGenerateReqInput,
     )
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 MAX_SAMPLES = 1024
 # The time to compile a grammar grows with the square of its depth and of its length. At these limits it is seconds.
@@ -31,6 +32,9 @@ INTEGERS = range(-(2**31), 2**31)
 LONG_INTEGERS = range(-(2**63), 2**63)
 LONG_FIELDS = frozenset({"sampling_seed", "bootstrap_room"})
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
+# Logits stay finite with these, whatever the temperature. An infinite one makes the probabilities of its row NaN.
+LARGEST_BIAS = 1e30
+SMALLEST_REPETITION_PENALTY = 1e-20
 # Not checked against a declared type: tensors, what is checked by itself, and what only a plug-in reads.
 UNTYPED = (
     "input_ids",
@@ -89,10 +93,10 @@ def check_tokenized(
                 _check_numbers(name, getattr(fields, name))
     for name in GRAMMARS:
         _check_grammar(name, getattr(parameters, name))
-    for token in parameters.stop_token_ids or ():
-        _check_range("stop_token_ids", token, 0, vocab_size - 1)
     for token, bias in (parameters.logit_bias or {}).items():
-        _check_range(f"logit_bias of token {token}", bias, -LARGEST_FLOAT, LARGEST_FLOAT)
+        _check_range(f"logit_bias of token {token}", bias, -LARGEST_BIAS, LARGEST_BIAS)
+    _check_range("repetition_penalty", parameters.repetition_penalty, SMALLEST_REPETITION_PENALTY, 2)
+    _check_stop_tokens(parameters, vocab_size)
     _check_range("top_logprobs_num", getattr(request, "top_logprobs_num", 0), 0, vocab_size)
     _check_range("logprob_start_len", getattr(request, "logprob_start_len", -1), -1, INTEGERS[-1])
 
@@ -167,6 +171,17 @@ def _check_range(name: str, value: Any, low: float, high: float) -> None:
     # The comparison is in this order so that NaN fails it.
     if not (isinstance(value, (int, float, np.number)) and low <= value <= high):
         raise ValueError(f"{name}: expected a number from {low} to {high}, got {_shown(value)}")
+
+
+def _check_stop_tokens(parameters: SamplingParams, vocab_size: int) -> None:
+    """Stop tokens are in the vocabulary. min_new_tokens, which forbids them, leaves at least half of it."""
+    stops = parameters.stop_token_ids or ()
+    for token in stops:
+        _check_range("stop_token_ids", token, 0, vocab_size - 1)
+    if parameters.min_new_tokens and len(stops) > vocab_size // 2:
+        raise ValueError(
+            f"stop_token_ids: expected at most {vocab_size // 2} tokens with min_new_tokens, got {len(stops)}"
+        )
 
 
 def _check_grammar(name: str, text: str | None) -> None:

@@ -29,9 +29,7 @@ def constrain(
 ) -> None:
     """Apply grammar and logit bias to the target's logits, in place and in upstream's order.
 
-    If they forbid every token at a node, token 0 stays allowed. That happens when the vocabulary cannot spell
-    what the grammar asks for, or when min_new_tokens forbids the end that the grammar requires. The grammar
-    then refuses token 0, and upstream ends this one request. Sampling from all -inf would give NaN and stop the server.
+    If the grammar forbids every token at a node, the mask keeps token 0 (dead_end.py).
 
     Args:
         logits: [bs * N, vocabulary].
@@ -43,8 +41,6 @@ def constrain(
         grammar_mask.apply(logits)
     if sampling_info is not None and sampling_info.logit_bias is not None:
         logits.view(-1, num_nodes, logits.shape[1]).add_(sampling_info.logit_bias[:, None].to(logits.dtype))
-    if grammar_mask is not None:
-        logits[:, 0].masked_fill_(logits.amax(-1) == -float("inf"), 0.0)
 
 
 def per_node_sampling_info(
