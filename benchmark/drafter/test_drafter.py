@@ -15,7 +15,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmark.drafter import prompts
-from benchmark.drafter.evaluate import accepted, replay
+from benchmark.drafter.evaluate import Marginals, accepted, replay
 from benchmark.drafter.model import Drafter, DrafterConfig
 from benchmark.drafter.target import Target
 from benchmark.drafter.train import HeadLoss, blocks, cut_loop
@@ -125,7 +125,7 @@ class TestAcceptedLength(unittest.TestCase):
         log_q, ids = (torch.randn(n, depth, vocab) * 2).log_softmax(-1).sort(-1, descending=True)
         truth = ids.gather(2, torch.randint(0, 3, (n, depth, 1)))[..., 0]
         for budget in (1, 5, 12):
-            actual = accepted(log_q[..., :budget], ids[..., :budget], truth, budget).tolist()
+            actual = accepted(Marginals(log_q[..., :budget]), ids[..., :budget], truth, [budget])[0].tolist()
             self.assertEqual(actual, [self.best_first(log_q[i], ids[i], truth[i], budget) for i in range(n)])
         self.assertGreater(len(set(actual)), 2)
 
@@ -145,7 +145,7 @@ class TestAcceptedLength(unittest.TestCase):
     def test_chain_and_replay(self):
         ids = torch.tensor([[[5], [6], [7]], [[5], [6], [7]], [[1], [6], [7]], [[5], [6], [7]]])
         truth = torch.tensor([[5, 6, 9], [5, 9, 7], [5, 6, 7], [5, -1, -1]])
-        steps = accepted(torch.zeros(4, 3, 1), ids, truth, 0)
+        steps = accepted(Marginals(torch.zeros(4, 3, 1)), ids, truth, [0])[0]
         self.assertEqual(steps.tolist(), [2, 1, 0, 1])
         self.assertEqual(replay(steps), (4, 2))  # the first step emits three tokens, the second the last one
 

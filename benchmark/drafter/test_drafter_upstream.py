@@ -1,4 +1,4 @@
-"""Upstream's DFlashDraftModel computes the same logits from a saved drafter as our own model."""
+"""Upstream's classes compute the same from saved drafters and heads as our own models."""
 
 import tempfile
 import unittest
@@ -6,15 +6,18 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.layer_ut_utils import init_single_process_dist
 from sglang.test.test_utils import CustomTestCase
 
+from benchmark.drafter.evaluate import top1
+from benchmark.drafter.heads import Domino, Lattice, Selector, save
 from benchmark.drafter.model import Drafter, DrafterConfig
 
-register_cpu_ci(est_time=25, suite="unit")
+register_cpu_ci(est_time=35, suite="unit")
 
 SMALL = DrafterConfig(
     hidden_size=64,
@@ -98,6 +101,71 @@ class TestUpstreamReadsOurDrafter(CustomTestCase):
         head = torch.randn(SMALL.vocab_size, SMALL.hidden_size)
         # Both sides are float32 with sums of at most 192 terms. The differences observed are near 1e-6.
         torch.testing.assert_close(actual @ head.T, expected @ head.T, rtol=1e-4, atol=1e-4)
+
+    @torch.no_grad()
+    def test_heads(self):
+        """The chains of upstream's selector and Domino, with all tokens as candidates, are our top-1 paths."""
+        from sglang.srt.models.dflash import DFlash2DraftModel, DFlashDraftModel
+        from sglang.srt.speculative.domino_utils import domino_greedy_rollout
+
+        torch.manual_seed(2)
+        n, depth, vocab_size = 6, SMALL.block_size - 1, SMALL.vocab_size
+        embedding, lm_head = torch.nn.Embedding(vocab_size, SMALL.hidden_size), torch.nn.Linear(1, 1)
+        lm_head.weight = torch.nn.Parameter(torch.randn(vocab_size, SMALL.hidden_size) * 0.2)
+        hidden, anchors = torch.randn(n, SMALL.block_size, SMALL.hidden_size), torch.randint(vocab_size, (n,))
+        top = (hidden[:, 1:] @ lm_head.weight.T).topk(vocab_size)
+        none = torch.full((n, depth), -1e9)
+        lattice = Lattice(anchors, top.indices, top.values, none, hidden[:, 1:], top.indices[..., 0])
+        heads = [Selector(vocab_size, SMALL.hidden_size, 8), Domino(embedding.weight, 12, 8)]
+        for head, model_class in zip(heads, (DFlash2DraftModel, DFlashDraftModel), strict=True):
+            for weight in head.parameters():
+                torch.nn.init.normal_(weight)
+            head.load({name: w.float() for name, w in head.tensors().items()})
+            with tempfile.TemporaryDirectory() as name:
+                Drafter(SMALL).save(Path(name) / "drafter")
+                save(head, vocab_size, Path(name) / "drafter", Path(name) / "head")
+                theirs = model_class(get_config(str(Path(name) / "head"), trust_remote_code=False))
+                before = {key: w.clone() for key, w in theirs.named_parameters()}
+                files = [load_file(path) for path in sorted((Path(name) / "head").glob("*.safetensors"))]
+                theirs.load_weights((key, w) for file in files for key, w in file.items())
+            ones = {
+                key for key in before if "norm" in key
+            }  # a new drafter's gains are one, as upstream's are
+            same = {key for key, w in theirs.named_parameters() if torch.equal(w, before[key])}
+            self.assertEqual(same, ones)
+            path = lattice.ids.gather(2, top1(head.walk(lattice), depth)[..., None])[..., 0]
+            if isinstance(head, Selector):
+                selector, count = theirs.candidate_selector.float(), torch.ones(n)
+                with torch.compiler.set_stance("force_eager"):
+                    scores = selector.build_lattice(
+                        candidate_ids=lattice.ids,
+                        unary_logits=lattice.logits,
+                        hidden_states=lattice.hidden,
+                        anchor_token_ids=anchors,
+                    )
+                    expected, _ = selector.sample_path(
+                        candidate_ids=lattice.ids,
+                        scores=scores,
+                        uniforms=torch.zeros(n, depth),
+                        temperatures=count,
+                        greedy_mask=count.bool(),
+                    )
+            else:
+                expected = domino_greedy_rollout(
+                    draft_hidden=hidden,
+                    bonus_tokens=anchors,
+                    target_embedding=embedding,
+                    lm_head_weight=lm_head.weight,
+                    prefix_gru=theirs.prefix_gru.float(),
+                    embed_proj=theirs.embed_proj.float(),
+                    vocab_size=vocab_size,
+                    shift_label=theirs.shift_label,
+                    candidate_pool_size=0,
+                    in_cuda_graph=False,
+                )
+            self.assertEqual(path.tolist(), expected.tolist())
+            plain = lattice.ids[..., 0]
+            self.assertGreater(int((path != plain).sum()), n, "the head changes the path")
 
 
 if __name__ == "__main__":

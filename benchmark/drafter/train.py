@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmark.drafter import prompts
-from benchmark.drafter.evaluate import accepted, replay
+from benchmark.drafter.evaluate import Marginals, accepted, replay
 from benchmark.drafter.model import Drafter, DrafterConfig
 from benchmark.drafter.target import Target
 
@@ -249,13 +249,34 @@ def train(drafter: Drafter, target: Target, texts, recipe: Recipe) -> dict:
     }
 
 
+def gpu_name() -> str:
+    """Name, driver and clocks of the GPU, for the results."""
+    if not torch.cuda.is_available():
+        return "none"
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.strip()
+
+
+def answers(
+    target: Target, tokenizer: Tokenizer, evaluated: list[dict], most: int
+) -> list[tuple[list[int], int]]:
+    """The target's greedy answers, of at most `most` tokens, to entries of the evaluation set.
+
+    Returns:
+        For each entry: the ids of prompt and answer, and the prompt's length.
+    """
+    asked = [tokenizer.encode(BEFORE + e["prompt"] + AFTER, add_special_tokens=False).ids for e in evaluated]
+    written = target.generate(asked, most)
+    print(f"evaluation answers: {sum(map(len, written))} tokens", flush=True)
+    return [(ask + answer, len(ask)) for ask, answer in zip(asked, written, strict=True)]
+
+
 @torch.no_grad()
 def measure(drafter: Drafter, target: Target, texts: list[tuple[list[int], int]], recipe: Recipe) -> dict:
     """Accept length over `texts` (ids and prompt length), for the chain and for trees of every budget."""
-    kinds = {"chain": (0, False)}
-    for budget in recipe.budgets:
-        kinds |= {f"tree-{budget}": (budget, False), f"tree-{budget}-top1-path": (budget, True)}
-    totals = {kind: [0, 0] for kind in kinds}
+    kinds = [("chain", 0, False), *((f"tree-{budget}", budget, False) for budget in recipe.budgets)]
+    kinds += [(f"tree-{budget}-top1-path", budget, True) for budget in recipe.budgets]
+    totals = {kind: [0, 0] for kind, *_ in kinds}
     for ids, start in texts:
         if len(ids) - start < 2:
             continue
@@ -266,10 +287,14 @@ def measure(drafter: Drafter, target: Target, texts: list[tuple[list[int], int]]
         hidden, labels = blocks(drafter, target, row, features, anchors, lengths)
         log_q = target.logits(hidden[0].to(target.dtype)).float().log_softmax(-1)
         log_q, candidates = log_q.topk(max(recipe.budgets), dim=-1)
-        for kind, (budget, top1_path) in kinds.items():
-            tokens, steps = replay(accepted(log_q, candidates, labels[0], budget, top1_path))
-            totals[kind][0] += tokens
-            totals[kind][1] += steps
+        head = Marginals(log_q)
+        for kept in (False, True):
+            some = [(kind, budget) for kind, budget, top1_path in kinds if top1_path == kept]
+            rows = accepted(head, candidates, labels[0], [budget for _, budget in some], kept)
+            for (kind, _), row in zip(some, rows, strict=True):
+                tokens, steps = replay(row)
+                totals[kind][0] += tokens
+                totals[kind][1] += steps
     return {kind: round(tokens / steps, 3) for kind, (tokens, steps) in totals.items()}
 
 
@@ -301,11 +326,7 @@ def main() -> None:
     evaluated = prompts.evaluation(arguments.humaneval)
     if arguments.smoke:
         evaluated = evaluated[:2] + evaluated[-2:]
-    asked = [tokenizer.encode(BEFORE + e["prompt"] + AFTER, add_special_tokens=False).ids for e in evaluated]
-    answers = target.generate(asked, recipe.answer_tokens)
-    held_out = [(ask + answer, len(ask)) for ask, answer in zip(asked, answers, strict=True)]
-    print(f"evaluation answers: {sum(map(len, answers))} tokens", flush=True)
-
+    held_out = answers(target, tokenizer, evaluated, recipe.answer_tokens)
     texts, written = write_texts(target, tokenizer, recipe, [e["prompt"] for e in evaluated])
     print(written, flush=True)
     if cuda:
@@ -328,17 +349,8 @@ def main() -> None:
         "python -m benchmark.drafter.train --target T --out O --results R" + " --smoke" * arguments.smoke
     )
     command += f" --set '{json.dumps(arguments.set)}'" if arguments.set else ""
-    gpu = (
-        subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-        ).stdout
-        if cuda
-        else "none"
-    )
     result = {
-        "gpu": gpu.strip(),
+        "gpu": gpu_name(),
         "torch": torch.__version__,
         "commit": arguments.commit,
         "command": command,

