@@ -1,12 +1,13 @@
-"""Times tree-verify attention against the card's limits and upstream's Triton kernel.
+"""Times tree-verify attention against the card's limits, upstream's Triton kernel and the best chain kernels.
 
 The limits are measured in the same run: the copy rate (bytes read + written) and the bf16 rate of mma.sync
 (mma_rate.cu). "KV" is the size of the prefix and tree KV, read once, divided by the time. "common" is the kernel that
 every architecture has, on a card that normally runs one of its own (SGLANG_DDTREE_SM90). Upstream's kernel runs if
-sglang can be imported. Every time is a median of do_bench over replays of a captured graph, with the L2 cache cleared
-before each replay. Prints a Markdown table; never asserts.
+sglang can be imported. --peers times FlashAttention 3, FlashMLA and FlashInfer (peers.py), which run a chain of N
+tokens. Every time is a median of do_bench over replays of a captured graph, with the L2 cache cleared before each
+replay. Prints a Markdown table; never asserts.
 
-    python bench_tree_verify.py --output results/NAME.json
+    python bench_tree_verify.py --peers fa3,flashmla --output results/NAME.json
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 import sgl_kernel.ddtree
 import torch
 import triton
+from peers import Chain, Peer, peers_of
 from sgl_kernel.ddtree import MLA_HEAD_SIZES, pack_ancestors, verify_gqa, verify_mla, verify_workspace
 
 HERE = Path(__file__).resolve().parent
@@ -128,22 +130,35 @@ def time_us(f: Callable[[], object]) -> float:
 
 
 class Inputs:
-    def __init__(self, shape: Shape) -> None:
+    """The tensors of one launch of ours. With `chain`, they are a peer's, and the tree is a chain."""
+
+    def __init__(self, shape: Shape, chain: Chain | None = None) -> None:
         s = self.shape = shape
         generator = torch.Generator().manual_seed(0)
         bf16 = dict(device="cuda", dtype=torch.bfloat16)
         slots = s.bs * (s.prefix + s.num_nodes)
-        self.q = torch.randn(s.bs * s.num_nodes, s.h_q, s.d_qk, **bf16) * 0.3
-        self.k_cache = torch.randn(slots, s.h_kv, s.d_qk, **bf16) * 0.3
-        self.v_cache = self.k_cache[..., : s.d_v] if s.kind == "mla" else torch.randn_like(self.k_cache)
-        order = torch.randperm(slots, device="cuda")
-        self.kv_indices = order[: s.bs * s.prefix]
-        self.tree_slots = order[s.bs * s.prefix :]
+        if chain:
+            self.q = chain.q.to(torch.bfloat16).view(-1, s.h_q, s.d_qk)
+            self.k_cache, self.v_cache = chain.k.flatten(0, 1), chain.v.flatten(0, 1)
+            self.kv_indices, self.tree_slots = (
+                part.flatten() for part in chain.slots().split([s.prefix, s.num_nodes], 1)
+            )
+        else:
+            self.q = torch.randn(s.bs * s.num_nodes, s.h_q, s.d_qk, **bf16) * 0.3
+            self.k_cache = torch.randn(slots, s.h_kv, s.d_qk, **bf16) * 0.3
+            self.v_cache = self.k_cache[..., : s.d_v] if s.kind == "mla" else torch.randn_like(self.k_cache)
+            order = torch.randperm(slots, device="cuda")
+            self.kv_indices = order[: s.bs * s.prefix]
+            self.tree_slots = order[s.bs * s.prefix :]
         int32 = dict(device="cuda", dtype=torch.int32)
         self.qo_indptr = torch.arange(0, s.bs * s.num_nodes + 1, s.num_nodes, **int32)
         self.kv_indptr = torch.arange(0, s.bs * s.prefix + 1, s.prefix, **int32)
         self.prefix_lens = torch.full((s.bs,), s.prefix, **int32)
-        self.tree = random_tree(s.num_nodes, generator)
+        self.tree = (
+            torch.ones(s.num_nodes, s.num_nodes).tril().bool()
+            if chain
+            else random_tree(s.num_nodes, generator)
+        )
         self.ancestors = pack_ancestors(self.tree).repeat(s.bs, 1).cuda()
         self.out = torch.empty(s.bs * s.num_nodes, s.h_q, s.d_v, **bf16)
 
@@ -210,6 +225,20 @@ class Inputs:
         return f, out
 
 
+def time_peer(shape: Shape, peer: Peer, fp8: bool) -> dict:
+    """The peer's time, our time on the same chain, and how far the results are apart. A peer that fails is reported."""
+    try:
+        chain = Chain(shape, peer.page_size, fp8)
+        f = peer.build(chain)
+        inputs = Inputs(shape, chain)
+        inputs.ours(fp8)()
+        ours, theirs = inputs.out.float(), f().float().view(inputs.out.shape)
+        difference = float((theirs - ours).norm() / ours.norm())
+        return dict(us=time_us(f), ours_us=time_us(inputs.ours(fp8)), difference=difference)
+    except Exception as error:  # a missing package, or a shape that the peer does not take
+        return dict(error=f"{type(error).__name__}: {error}"[:300])
+
+
 class CommonKernels:
     """A context in which launches use the kernels that every architecture has."""
 
@@ -236,6 +265,7 @@ def main() -> None:
     parser.add_argument("--no-upstream", action="store_true", help="skip upstream's kernel")
     parser.add_argument("--no-common", action="store_true", help="skip the common kernels")
     parser.add_argument("--only", help="shapes whose name contains this")
+    parser.add_argument("--peers", default="", help="peers whose name contains one of these words (commas)")
     options = parser.parse_args()
 
     copy, mma = copy_rate(), mma_rate(options.mma_rate)
@@ -258,9 +288,9 @@ def main() -> None:
     )
     own_kernels = torch.cuda.get_device_capability()[0] == 9 and not options.no_common
     print(
-        "| shape | KV | us | KV GB/s | of copy | TFLOP/s | of mma.sync | common us | upstream us | faster |"
+        "| shape | KV | us | KV GB/s | of copy | TFLOP/s | of mma.sync | common us | upstream us | faster | peers |"
     )
-    print("|-|-|-|-|-|-|-|-|-|-|")
+    print("|-|-|-|-|-|-|-|-|-|-|-|")
     for shape in BASELINE + MEMORY_BOUND:
         if options.only and options.only not in str(shape):
             continue
@@ -278,6 +308,9 @@ def main() -> None:
                 f(), g()
                 reference = out.float()
                 error = float((inputs.out.float() - reference).norm() / reference.norm())
+            peers = {
+                peer.name: time_peer(shape, peer, fp8) for peer in peers_of(shape.kind, fp8, options.peers)
+            }
             gb_s = shape.kv_bytes(1 if fp8 else 2) / us / 1e3
             tflop_s = shape.flop / us / 1e6
             row = dict(
@@ -292,10 +325,12 @@ def main() -> None:
                 common_us=common_us,
                 upstream_us=upstream_us,
                 difference_from_upstream=None if fp8 else error,
+                peers=peers,
             )
             results["rows"].append(row)
             against = f"{common_us:.1f} | " if common_us else "- | "
-            against += f"{upstream_us:.0f} | {upstream_us / us:.1f}x" if upstream_us else "- | -"
+            against += f"{upstream_us:.0f} | {upstream_us / us:.1f}x | " if upstream_us else "- | - | "
+            against += ", ".join(f"{name} {p.get('us', float('nan')):.1f}" for name, p in peers.items())
             print(
                 f"| {shape} | {row['kv']} | {us:.1f} | {gb_s:.0f} | {gb_s / copy:.0%} | {tflop_s:.0f} "
                 f"| {tflop_s / mma:.0%} | {against} |",
