@@ -1,7 +1,6 @@
 """Heads that know the path: DDTREE emits what plain decoding emits, whatever the drafter's head says."""
 
 import unittest
-from pathlib import Path
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
