@@ -341,7 +341,9 @@ class TestDraftWindow(TritonCase):
             (self.layer(causal=True, size=80), r"\(h_q, h_kv, d_qk, d_v\) = \(2, 1, 80, 80\)"),
             (self.layer(causal=False, window=16), "sliding windows in a draft block that is not causal"),
         ):
-            with self.assertRaisesRegex(ValueError, f"^DDTREE: --speculative-draft-window-size: .* got .*{gap}"):
+            with self.assertRaisesRegex(
+                ValueError, f"^DDTREE: --speculative-draft-window-size: .* got .*{gap}"
+            ):
                 self.backend(layers=[layer], draft_window=6)
 
 

@@ -120,7 +120,9 @@ def _weight_bytes_on_hub(name: str, revision: str | None) -> int | None:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        return get_hf_file_metadata(hf_hub_url(name, SINGLE_FILE, revision=revision), timeout=HUB_TIMEOUT).size
+        return get_hf_file_metadata(
+            hf_hub_url(name, SINGLE_FILE, revision=revision), timeout=HUB_TIMEOUT
+        ).size
     except EntryNotFoundError:
         return _total_size(Path(hf_hub_download(name, INDEX, revision=revision, etag_timeout=HUB_TIMEOUT)))
 

@@ -284,7 +284,9 @@ def head_faults(config: Any, vocab_size: int) -> Iterator[str]:
 
     inner, architectures = _dflash_config(config), list(config.architectures)
     kind = head_class(config)
-    has_lilicorr = any(key.startswith("lilicorr_") for key in inner) and inner.get("lilicorr_enabled") is not False
+    has_lilicorr = (
+        any(key.startswith("lilicorr_") for key in inner) and inner.get("lilicorr_enabled") is not False
+    )
     if bool(inner.get("selector_rank")) != (kind is SelectorHead):
         yield (
             f"architectures: expected one of {list(SELECTOR_MODELS)} with dflash_config.selector_rank, and no other "

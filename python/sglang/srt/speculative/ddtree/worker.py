@@ -80,7 +80,8 @@ class DDTreeWorker(DFlashWorkerV2):
         # The base class reads the width of a draft pass from the first field. For others it is a verify's width. With the
         # second, it would give the drafter a slot table of its own, and copy the window there in every step.
         with spec.override(
-            speculative_num_draft_tokens=spec.speculative_dflash_block_size, speculative_draft_window_size=None
+            speculative_num_draft_tokens=spec.speculative_dflash_block_size,
+            speculative_draft_window_size=None,
         ):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self._refuse_models()
