@@ -222,7 +222,7 @@ def _vocabulary_faults(drafter: PretrainedConfig, vocab_size: int) -> Iterator[s
             "has_embed_tokens: expected a drafter that uses the target's embedding, got one with its own, which "
             "SGLang loads in the layout of Nemotron 3.5 only (W4A16_NVFP4)."
         )
-    elif own < vocab_size:
+    elif own is None or own < vocab_size:
         yield f"vocab_size: expected at least {vocab_size}, the target's, for the drafter's own embedding, got {own}."
 
 
