@@ -57,7 +57,11 @@ def _domino(config: dict[str, Any]) -> Head:
     vocabulary, hidden = config["vocab_size"], config["hidden_size"]
     width = 24  # of the GRU
     keys = dict(
-        projector_type="domino", shift_label=False, pure_draft_prefix_len=1, gru_hidden_dim=width, emb_dim=RANK
+        projector_type="domino",
+        shift_label=False,
+        pure_draft_prefix_len=1,
+        gru_hidden_dim=width,
+        emb_dim=RANK,
     )
     weights = {
         "prefix_gru.weight_ih_l0": torch.randn(3 * width, hidden) * 0.5,
