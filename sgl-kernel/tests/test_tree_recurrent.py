@@ -259,7 +259,7 @@ def test_poisoned_state(device):
 
 
 @on_each_device
-@pytest.mark.parametrize("kind", ["gated", "space"])
+@on_each_kind
 def test_many_steps(kind, device):
     """Two hundred steps of verify and commit with random acceptance stay on the sequential state."""
     epsilon = step_epsilon(device)
@@ -274,7 +274,7 @@ def test_many_steps(kind, device):
         verify(new)
         path = path_to(new.parents[0], rng.randrange(8))
         for node in path:
-            state, bound = apply_step(state, bound, new.step(0, node), kind == "gated", epsilon)
+            state, bound = apply_step(state, bound, new.step(0, node), kind in ("gated", "channel"), epsilon)
         bound = bound + UNIT[FP32] * state.norm(dim=-1)
         tree_recurrent_commit(
             new.states,

@@ -208,5 +208,9 @@ class TestSamplingMamba2(TestSampling):
     write = staticmethod(write_nemotron_h)
 
 
+class TestSamplingShortConvolution(TestSampling):
+    write = staticmethod(write_lfm2)
+
+
 if __name__ == "__main__":
     unittest.main()

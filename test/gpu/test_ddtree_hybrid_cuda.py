@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import unittest
 from collections.abc import Callable
 from functools import partial
@@ -26,10 +27,13 @@ from support.hybrid_models import (
     write_qwen3_5,
     write_qwen3_next,
 )
+from support.load import schedule, serve
 from support.models import write_models_for
+from support.processes import run_engine
 
 register_cuda_ci(est_time=300, suite="gpu")
 
+LOAD_SECONDS = 20
 INTERVAL = 64  # tokens between the states that the radix cache keeps
 ARGUMENTS = (
     CUDA
@@ -216,6 +220,54 @@ class TestRadixCache(HybridCase):
             inside = [cached for prompt, _, cached in self.result(name)[1] if cached > prompt]
             self.assertGreaterEqual(len(inside), least)
             self.assertTrue(all(cached % INTERVAL == 0 for cached in inside), inside)
+
+
+class _Load:
+    """Serves plans of many kinds of requests, one after the other, for some seconds.
+
+    Returns:
+        Plans, retractions, and for each plan the free KV slots and the free states before and after.
+    """
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __call__(self, engine):
+        queue, retracted, found = engine.scheduler._add_request_to_queue, [], []
+
+        def watched(request, is_retracted=False, **options):
+            retracted.extend([request.rid] * is_retracted)
+            return queue(request, is_retracted=is_retracted, **options)
+
+        engine.scheduler._add_request_to_queue = watched
+        began = time.monotonic()
+        while not found or time.monotonic() - began < self.seconds:
+            states = engine.free_states()
+            _, slots = serve(engine, schedule(len(found), grammars=False))
+            found.append((slots, (states, engine.free_states())))
+        return len(retracted), found
+
+
+class TestLoad(unittest.TestCase):
+    """Requests that arrive over time, end early, are aborted and, as the KV pool is small, retracted."""
+
+    def test_no_slot_and_no_state_leaks(self):
+        folder, _, drafter = write_models_for(type(self))
+        arguments = ARGUMENTS | dict(
+            model_path=write_qwen3_next(folder / "hybrid", dtype="bfloat16", d=128, shared_expert=True),
+            speculative_algorithm="DDTREE",
+            speculative_draft_model_path=drafter,
+            speculative_num_draft_tokens=32,
+            max_total_tokens=1200,
+            enable_mixed_chunk=True,
+            chunked_prefill_size=128,
+        )
+        retracted, found = run_engine(arguments, _Load(LOAD_SECONDS))
+        print(f"{len(found)} plans, {retracted} retractions")
+        for slots, states in found:
+            self.assertEqual(*slots, "KV slots leaked")
+            self.assertEqual(*states, "states leaked")
+        self.assertGreater(retracted, 0)
 
 
 if __name__ == "__main__":
