@@ -69,8 +69,25 @@ class _WithoutExperts:
         gpt_oss.GptOssSparseMoeBlock = Function
 
 
+class Results:
+    """Methods of a unittest.TestCase.
+
+    Attributes:
+        results: of run_and_judge().
+    """
+
+    def result(self, name):
+        result = self.results[name]
+        if isinstance(result, RuntimeError):
+            self.fail(f"{name}: {result}")
+        return result
+
+    def agree(self, name, least_accepted, plain="plain", tie=TIE):
+        assert_first_choices(self, name, self.result(name)[0], self.result(plain), least_accepted, tie)
+
+
 # Not CustomTestCase: its module needs packages that a bare CUDA host lacks.
-class TestDDTreeCuda(unittest.TestCase):
+class TestDDTreeCuda(Results, unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         folder, target, drafter = write_models_for(cls)
@@ -85,9 +102,6 @@ class TestDDTreeCuda(unittest.TestCase):
         # only an fp8 cache uses them.
         unscaled = dict(model_path=write_fp8_target(target, folder / "unscaled"))
         scaled = dict(model_path=write_fp8_target(target, folder / "scaled", k_scale=0.5, v_scale=0.25)) | fp8
-        # The window layers of these two have a KV pool of their own. The second has two KV shapes.
-        sinks = dict(model_path=write_gpt_oss_target(folder), moe_runner_backend="triton")
-        shapes = dict(model_path=write_mimo_v2(folder / "mimo"))
         # Name: the plain decoding that judges the answers, the engine's arguments, its job.
         trees = {
             "native": ("plain", nodes_32, greedy_without_waiting),
@@ -113,18 +127,6 @@ class TestDDTreeCuda(unittest.TestCase):
             ),
             "unscaled": ("plain", nodes_32 | unscaled, greedy),
             "scaled": ("scaled plain", nodes_32 | scaled, greedy),
-            "sinks": ("sinks plain", nodes_32 | sinks, _WithoutExperts(greedy)),
-            "sinks, one pool": (
-                "sinks plain",
-                nodes_32 | sinks | dict(disable_hybrid_swa_memory=True),
-                _WithoutExperts(greedy),
-            ),
-            "two shapes": ("shapes plain", nodes_32 | shapes | dict(page_size=16), greedy),
-            "two shapes, triton": (
-                "shapes plain",
-                nodes_32 | shapes | dict(speculative_ddtree_verify="triton"),
-                greedy,
-            ),
         }
         for head in HEADS:
             with_head = dict(speculative_draft_model_path=write_head(drafter, folder / head, head))
@@ -136,19 +138,8 @@ class TestDDTreeCuda(unittest.TestCase):
             )
         plains = {
             "plain": plain, "mla plain": plain | mla, "fp8 plain": plain | fp8, "scaled plain": plain | scaled,
-            "sinks plain": plain | sinks, "shapes plain": plain | shapes,
         }  # fmt: skip
-        jobs = {name: _WithoutExperts for name in plains if "sinks" in name}
-        cls.results = run_and_judge(folder, plains, trees, around_judge=jobs)
-
-    def result(self, name):
-        result = self.results[name]
-        if isinstance(result, RuntimeError):
-            self.fail(f"{name}: {result}")
-        return result
-
-    def agree(self, name, least_accepted, plain="plain", tie=TIE):
-        assert_first_choices(self, name, self.result(name)[0], self.result(plain), least_accepted, tie)
+        cls.results = run_and_judge(folder, plains, trees)
 
     def test_native_never_waits_between_draft_and_commit(self):
         self.agree("native", 50)
@@ -190,19 +181,6 @@ class TestDDTreeCuda(unittest.TestCase):
     def test_fp8_checkpoint_with_scales_and_fp8_kv(self):
         self.agree("scaled", 30, plain="scaled plain", tie=None)
 
-    def test_sinks_and_sliding_windows(self):
-        """The judge is a prefill: the Triton decode kernel of SGLang 0.5.23 sees one token less of a window."""
-        self.agree("sinks", 20, plain="sinks plain")
-
-    def test_sinks_and_sliding_windows_in_one_pool(self):
-        self.agree("sinks, one pool", 20, plain="sinks plain")
-
-    def test_window_layers_of_another_kv_shape(self):
-        self.agree("two shapes", 30, plain="shapes plain")
-
-    def test_window_layers_of_another_kv_shape_on_triton(self):
-        self.agree("two shapes, triton", 30, plain="shapes plain")
-
     def test_no_overlap(self):
         self.agree("native, page 16, no overlap", 50)
 
@@ -225,6 +203,57 @@ class TestDDTreeCuda(unittest.TestCase):
         self.assertAlmostEqual(value, ERROR, delta=0.1)
         self.assertEqual(layer, LAYERS - 1)
         self.assertRegex(request, "^r[0-9]+$")
+
+
+class TestWindowsCuda(Results, unittest.TestCase):
+    """Targets whose window layers have a KV pool of their own: gpt-oss with sinks, MiMo-V2 with two KV shapes.
+
+    The judge is a prefill: the Triton decode kernel of SGLang 0.5.23 sees one token less of a window.
+    """
+
+    @classmethod
+    def setUpClass(cls):
+        folder, target, drafter = write_models_for(cls)
+        plain = CUDA | dict(model_path=target)
+        tree = plain | dict(
+            speculative_algorithm="DDTREE", speculative_draft_model_path=drafter, speculative_num_draft_tokens=32,
+        )  # fmt: skip
+        sinks = dict(model_path=write_gpt_oss_target(folder), moe_runner_backend="triton")
+        shapes = dict(model_path=write_mimo_v2(folder / "mimo"))
+        one_pool, on_triton = dict(disable_hybrid_swa_memory=True), dict(speculative_ddtree_verify="triton")
+        validate = dict(speculative_ddtree_verify="validate")
+        without_experts = _WithoutExperts(greedy)
+        trees = {
+            "sinks": ("sinks plain", tree | sinks, without_experts),
+            "sinks, one pool": ("sinks plain", tree | sinks | one_pool, without_experts),
+            "sinks, triton": ("sinks plain", tree | sinks | one_pool | on_triton, without_experts),
+            "shapes": ("shapes plain", tree | shapes | dict(page_size=16), greedy),
+            "shapes, triton": ("shapes plain", tree | shapes | on_triton, greedy),
+            "shapes, validate": ("shapes plain", tree | shapes | validate, greedy),
+        }
+        plains = {"sinks plain": plain | sinks, "shapes plain": plain | shapes}
+        cls.results = run_and_judge(folder, plains, trees, around_judge={"sinks plain": _WithoutExperts})
+
+    def test_sinks(self):
+        self.agree("sinks", 20, plain="sinks plain")
+
+    def test_sinks_in_one_pool(self):
+        self.agree("sinks, one pool", 20, plain="sinks plain")
+
+    def test_sinks_on_triton(self):
+        self.agree("sinks, triton", 20, plain="sinks plain")
+
+    def test_another_kv_shape(self):
+        self.agree("shapes", 30, plain="shapes plain")
+
+    def test_another_kv_shape_on_triton(self):
+        self.agree("shapes, triton", 30, plain="shapes plain")
+
+    def test_both_kernels_see_the_same_window(self):
+        self.agree("shapes, validate", 30, plain="shapes plain")
+        value, _, _ = self.result("shapes, validate")[1]
+        self.assertGreater(value, 0.0)
+        self.assertLess(value, 0.05)
 
 
 if __name__ == "__main__":

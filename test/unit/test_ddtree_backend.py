@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.ddtree_backend import (
     TreeVerifyMixin,
     TritonDraftBackend,
     TritonTreeVerify,
+    WindowMask,
     chain_ancestors,
     with_block_attention,
     with_tree_verify,
@@ -113,6 +114,41 @@ class TestFullMask(CustomTestCase):
             self.graph_words[: len(prefix_lens)] = batch.spec_info.ancestors.view(-1, self.num_nodes, 2)
             self.backend.init_forward_metadata_out_graph(batch)
             self.check(self.backend._verify_mask.buffer, prefix_lens)
+
+
+class TestWindowMask(CustomTestCase):
+    """Each cell against the positions that a node and what it sees have."""
+
+    num_nodes, window, held = 10, 4, 6  # held: of a wider window of another layer
+
+    def trees(self, bs):
+        """[bs, N, N] bool: random trees."""
+        generator = torch.Generator().manual_seed(5)
+        seen = torch.eye(self.num_nodes, dtype=torch.bool).repeat(bs, 1, 1)
+        for tree in seen:
+            for node in range(1, self.num_nodes):
+                parent = int(torch.randint(max(0, node - 3), node, (), generator=generator))
+                tree[node] |= tree[parent]
+        return seen
+
+    def test_cells(self):
+        mask = WindowMask(self.window, self.held, 3, self.num_nodes, "cpu")
+        for prefix_lens in ([0, 3, 50], [6, 7], [100]):  # a replay may have fewer requests
+            trees = self.trees(len(prefix_lens))
+            mask.write(trees, torch.tensor(prefix_lens, dtype=torch.int32))
+            for i, (tree, prefix) in enumerate(zip(trees.tolist(), prefix_lens)):
+                held = min(prefix, self.held)
+                cells = mask.cells[mask.indptr[i] : mask.indptr[i + 1]].view(
+                    self.num_nodes, held + self.num_nodes
+                )
+                positions = [prefix + sum(row) - 1 for row in tree]
+                for node, row in enumerate(tree):
+                    expected = [positions[node] - (prefix - held + j) <= self.window for j in range(held)]
+                    expected += [
+                        sees and positions[node] - positions[other] <= self.window
+                        for other, sees in enumerate(row)
+                    ]
+                    self.assertEqual(cells[node].bool().tolist(), expected)
 
 
 class TritonCase(CustomTestCase):

@@ -391,6 +391,48 @@ class TritonDraftBackend(PerRequestGraphBuffersMixin, TritonAttnBackend):
     """Upstream's Triton backend, as the drafter uses it."""
 
 
+class WindowMask:
+    """The mask of layers with a sliding window, for upstream's extend kernel (SGLang 0.5.23).
+
+    Upstream counts the window back from a node's number. A node's position is its depth, which is smaller.
+
+    Args:
+        window: tokens that a node sees before itself.
+        held: the most prefix tokens that the base backend gives such a layer.
+        bs: the most requests.
+        num_nodes: N.
+        device: where the mask is.
+    """
+
+    def __init__(self, window: int, held: int, bs: int, num_nodes: int, device: torch.device | str) -> None:
+        self.window, self.held, self.num_nodes = window, held, num_nodes
+        # Each request has N rows of prefix + N cells. The cell at the end takes what no request has.
+        self.cells = torch.zeros(bs * num_nodes * (held + num_nodes) + 1, dtype=torch.uint8, device=device)
+        self.indptr = torch.zeros(bs + 1, dtype=torch.int64, device=device)
+
+    def write(self, seen: torch.Tensor, prefix_lens: torch.Tensor) -> None:
+        """Write the cells of a batch.
+
+        Args:
+            seen: [bs, N, N] bool, whether a node (dim 1) sees another (dim 2), itself included.
+            prefix_lens: [bs] integers.
+        """
+        bs, num_nodes = seen.shape[:2]
+        held = prefix_lens.long().clamp(max=self.held)[:, None, None]
+        width = held + num_nodes
+        depths = seen.sum(-1) - 1
+        prefix = torch.arange(self.held, device=seen.device)
+        sees_prefix = depths[:, :, None] + held - prefix <= self.window
+        sees_nodes = seen & (depths[:, :, None] - depths[:, None, :] <= self.window)
+        torch.cumsum(num_nodes * width.flatten(), 0, out=self.indptr[1 : bs + 1])
+        node = torch.arange(num_nodes, device=seen.device)
+        row = self.indptr[:bs, None, None] + node[:, None] * width
+        nowhere = self.cells.numel() - 1
+        at = torch.cat([torch.where(prefix < held, row + prefix, nowhere), row + held + node], 2)
+        visible = torch.cat([sees_prefix, sees_nodes], 2)
+        self.cells.scatter_(0, at.flatten(), visible.flatten().to(self.cells.dtype))
+
+
 class TritonTreeVerify(TreeVerifyMixin, PerRequestGraphBuffersMixin, TritonAttnBackend):
     """Tree verify on upstream's Triton backend, whose buffers take the prefix slots.
 
@@ -398,18 +440,58 @@ class TritonTreeVerify(TreeVerifyMixin, PerRequestGraphBuffersMixin, TritonAttnB
     """
 
     tree_prefix_slots: tuple[torch.Tensor, torch.Tensor]  # kv_indptr and kv_indices
+    sliding_window_size: int | None  # the base backend's
 
     def _init_tree(self, *, runner: ModelRunner, mode: str, **arguments: Any) -> None:
         super()._init_tree(runner=runner, mode=mode, **arguments)
         self.graph_prefix = runner.req_to_token_pool.req_to_token.shape[1]
         self.graph_has_mask = mode != "native"
+        layers = [] if mode == "native" else verify_layers(runner.model)
+        self.tree_windows = {layer.sliding_window_size for layer in layers if has_window(layer)}
+        # By window, of the forward that runs or is captured, and those that graphs read.
+        self.tree_window_masks: dict[int, WindowMask] = {}
+        self.tree_static_window_masks: dict[int, WindowMask] = {}
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        self.tree_static_window_masks = self._make_window_masks(max_bs)
+
+    def _make_window_masks(self, bs: int) -> dict[int, WindowMask]:
+        device = self.tree_runner.device
+        return {
+            window: WindowMask(window, self.sliding_window_size or 0, bs, self.num_nodes, device)
+            for window in self.tree_windows
+        }
+
+    def _write_full_mask(self, mask: torch.Tensor, bs: int) -> None:
+        super()._write_full_mask(mask, bs)
+        if self.tree_window_masks:
+            seen = ancestor_mask(self.tree_ancestors, self.num_nodes).view(bs, self.num_nodes, -1)
+            for window_mask in self.tree_window_masks.values():
+                window_mask.write(seen, self.tree_prefix_lens)
+
+    def _forward_extend_kernel(
+        self, layer: RadixAttention, *arguments: Any, sliding_window_size: int = -1, **options: Any
+    ) -> Any:
+        """Run upstream's kernel. In a verify, a layer with a sliding window gets a mask of its own."""
+        if sliding_window_size > -1 and self.forward_metadata.custom_mask is not None:
+            mask = self.tree_window_masks[sliding_window_size]
+            arguments = (*arguments[:9], mask.cells, arguments[10], mask.indptr, *arguments[12:])
+            options |= dict(window_kv_offsets=None, skip_prefix_custom_mask=False)
+            sliding_window_size = -1
+        return super()._forward_extend_kernel(
+            layer, *arguments, sliding_window_size=sliding_window_size, **options
+        )
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        if forward_batch.forward_mode.is_target_verify():
+            self.tree_window_masks = self._make_window_masks(forward_batch.batch_size)
         super().init_forward_metadata(forward_batch)
         if forward_batch.forward_mode.is_target_verify():
             self.tree_prefix_slots = self.forward_metadata.kv_indptr, self.forward_metadata.kv_indices
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        self.tree_window_masks = self.tree_static_window_masks
         super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         if in_capture and forward_batch.forward_mode.is_target_verify():
             bs = forward_batch.req_pool_indices.shape[0]
