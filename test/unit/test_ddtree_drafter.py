@@ -251,7 +251,8 @@ class TestConfiguration(DrafterCase):
             PretrainedConfig(**DRAFTER | dict(hidden_size=256, vocab_size=2000)), PretrainedConfig(**MODEL)
         )
         self.assertEqual([fault.split(":")[0] for fault in faults], ["hidden_size", "vocab_size"])
-        types = PretrainedConfig(**DRAFTER, layer_types=["full_attention"])
+        types = PretrainedConfig(**DRAFTER)
+        types.layer_types = ["full_attention"]  # the constructor validates it
         found = list(drafter.drafter_faults(types, PretrainedConfig(**MODEL)))
         self.assertEqual(found, ["layer_types: expected one for each of 3 layers, got 1."])
         self.write(hidden_size=256, vocab_size=2000)
