@@ -98,9 +98,12 @@ class SamplingCheck:
 
     def check(self, **options: Any) -> None:
         """Check a DDTREE engine under these sampling parameters."""
-        arguments = self.tree | {"speculative_num_draft_tokens": 24, "skip_tokenizer_init": False}
-        answers = run_engine(arguments, sample, self.prompt, self.count, options)
-        self.assertLess(self.statistic(answers, self.exact(**options)), 1.0)
+        self.assertLess(self.statistic(self.answers(self.tree, **options), self.exact(**options)), 1.0)
+
+    def answers(self, tree: dict[str, Any], **options: Any) -> list[Any]:
+        """The first three tokens of `count` answers from an engine with the arguments `tree`."""
+        arguments = tree | {"speculative_num_draft_tokens": 24, "skip_tokenizer_init": False}
+        return run_engine(arguments, sample, self.prompt, self.count, options)
 
 
 class SamplingChecks(SamplingCheck):

@@ -8,9 +8,9 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from sglang.srt.models import dflash
-from sglang.srt.speculative.ddtree import drafter
-from sglang.srt.speculative.ddtree.heads import PLAIN_MODELS
+from sglang.srt.models import dflash, lilicorr
+from sglang.srt.speculative.ddtree import drafter, heads
+from sglang.srt.speculative.ddtree.domino import DominoHead
 from sglang.test.ci.ci_register import register_cpu_ci
 from support.ddtree_arguments import DRAFTER, MODEL, ArgumentsCase
 from transformers import PretrainedConfig
@@ -22,6 +22,12 @@ CONFIG = DRAFTER["dflash_config"]
 NEMOTRON = dict(
     has_embed_tokens=True, quantization_config=dict(quant_method="modelopt", quant_algo="W4A16_NVFP4"),
     dflash_config=CONFIG | dict(sample_from_anchor=False), eagle_aux_hidden_state_layer_ids=[1, 3],
+)  # fmt: skip
+SELECTOR = dict(selector_rank=4, selector_top_k=2)
+DOMINO = dict(projector_type="domino", gru_hidden_dim=8, emb_dim=8, shift_label=True, pure_draft_prefix_len=1)
+LILICORR = dict(
+    lilicorr_candidate_topk=4, lilicorr_hidden_size=0, lilicorr_num_layers=1, lilicorr_num_heads=2,
+    lilicorr_mlp_ratio=2.0, lilicorr_factor_dim=8, lilicorr_vector_eps=1e-6, lilicorr_logit_scale=4.0,
 )  # fmt: skip
 
 
@@ -165,18 +171,20 @@ class TestConfiguration(DrafterCase):
         for architectures, advice in (
             (["LlamaForCausalLM"], "It is not a DFlash drafter."),
             (["LlamaForCausalLMEagle3"], "--speculative-algorithm EAGLE or EAGLE3 runs EAGLE heads."),
-            (["DFlash2DraftModel"], "--speculative-algorithm DFLASH runs heads with a selector."),
             (None, "It is not a DFlash drafter."),
         ):
             with self.subTest(architectures):
                 self.write(architectures=architectures)
                 self.refused(f"got {architectures or []}. {advice}")
 
-    def test_plain_heads_are_upstreams_models_without_a_selector(self):
-        heads = {
-            model.__name__ for model in dflash.EntryClass if not issubclass(model, dflash.DFlash2DraftModel)
+    def test_models_by_head_are_upstreams(self):
+        selectors = {
+            model.__name__ for model in dflash.EntryClass if issubclass(model, dflash.DFlash2DraftModel)
         }
-        self.assertEqual(set(PLAIN_MODELS), heads)
+        plain = {model.__name__ for model in dflash.EntryClass} - selectors
+        self.assertEqual(set(heads.PLAIN_MODELS), plain)
+        self.assertEqual(set(heads.SELECTOR_MODELS), selectors)
+        self.assertEqual(set(heads.LILICORR_MODELS), {model.__name__ for model in lilicorr.EntryClass})
 
     def test_not_json(self):
         (self.drafter / "config.json").write_text("{")
@@ -209,16 +217,34 @@ class TestConfiguration(DrafterCase):
             (NEMOTRON | dict(vocab_size=15), "vocab_size: expected at least 16, the target's, for the drafter's own"),
             (dict(dflash_config=CONFIG | dict(mask_token_id=16)),
              "dflash_config.mask_token_id: expected a token below 16, the target's vocab_size, got 16"),
-            (dict(dflash_config=CONFIG | dict(selector_rank=4, selector_top_k=2)),
-             "dflash_config: expected a plain DFlash head, whose distribution at a position does not depend on "
-             "the path, got a selector"),
-            (dict(dflash_config=CONFIG | dict(lilicorr_rank=4)), "got a LiLiCorr head"),
-            (dict(dflash_config=CONFIG | dict(projector_type="domino", gru_hidden_dim=8, emb_dim=8,
-                                              shift_label=True, pure_draft_prefix_len=1)), "got a Domino head"),
+            (dict(dflash_config=CONFIG | SELECTOR),
+             "and no other without it, got ['DFlashDraftModel'] with selector_rank 4"),
+            (dict(architectures=["DFlash2DraftModel"]), "got ['DFlash2DraftModel'] with selector_rank None"),
+            (dict(dflash_config=CONFIG | LILICORR), "got ['DFlashDraftModel'] with them"),
+            (dict(architectures=["LiLiCorrDraftModel"]), "got ['LiLiCorrDraftModel'] without them"),
+            (dict(architectures=["LiLiCorrDraftModel"], dflash_config=CONFIG | dict(lilicorr_candidate_topk=4)),
+             "dflash_config.lilicorr_hidden_size is required"),
+            (dict(architectures=["DFlash2DraftModel"], dflash_config=CONFIG | SELECTOR | DOMINO),
+             "dflash_config.projector_type: expected one head, got domino with ['DFlash2DraftModel']"),
+            (dict(dflash_config=CONFIG | DOMINO, vocab_size=8),
+             "vocab_size: expected 16, the target's, for the head's tables of tokens, got 8"),
+            (dict(dflash_config=CONFIG | DOMINO | dict(emb_dim=None)), "requires dflash_config.emb_dim"),
         ):  # fmt: skip
             with self.subTest(text):
                 self.write(**changes)
                 self.refused(text)
+
+    def test_heads(self):
+        for changes, head in (
+            ({}, heads.MarginalHead),
+            (dict(architectures=["DFlash2DraftModel"], dflash_config=CONFIG | SELECTOR), heads.SelectorHead),
+            (dict(architectures=["LiLiCorrDraftModel"], dflash_config=CONFIG | LILICORR), heads.LiLiCorrHead),
+            (dict(dflash_config=CONFIG | DOMINO), DominoHead),
+        ):
+            with self.subTest(head):
+                self.write(**changes)
+                config = drafter.drafter_config(self.resolve())
+                self.assertIs(heads.head_class(config), head)
 
     def test_every_fault_is_found(self):
         faults = drafter.drafter_faults(

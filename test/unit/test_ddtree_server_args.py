@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import tempfile
 import unittest
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -11,7 +13,7 @@ from sglang.srt.runtime_context import get_spec, override_platform, publish
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.speculative.ddtree import server_args
 from sglang.test.ci.ci_register import register_cpu_ci
-from support.ddtree_arguments import MODEL, ArgumentsCase
+from support.ddtree_arguments import DRAFTER, MODEL, ArgumentsCase
 
 register_cpu_ci(est_time=30, suite="unit")
 
@@ -37,6 +39,37 @@ class TestWidths(ArgumentsCase):
             speculative_num_draft_tokens=64, speculative_dflash_block_size=12, speculative_eagle_topk=4
         )
         self.assertEqual(self.widths(**given), (64, 12, 4))
+
+    def write_head(self, architecture, **keys):
+        config = DRAFTER | dict(architectures=[architecture], dflash_config=DRAFTER["dflash_config"] | keys)
+        self.drafter = Path(tempfile.mkdtemp(dir=self.model.parent))  # upstream caches configurations by path
+        (self.drafter / "config.json").write_text(json.dumps(config))
+        (self.drafter / "model.safetensors").touch()
+
+    def test_a_head_that_was_trained_with_a_number_of_candidates(self):
+        self.write_head("DFlash2DraftModel", selector_rank=4, selector_top_k=12)
+        self.assertEqual(self.widths()[2], 12)
+        self.assertEqual(self.widths(speculative_eagle_topk=4)[2], 4)
+        self.write_head("DFlash2DraftModel", selector_rank=4, selector_top_k=64)
+        self.assertEqual(self.widths()[2], 32)
+
+    def test_a_head_that_works_with_no_other_widths(self):
+        sizes = dict(hidden_size=0, num_layers=1, num_heads=2, mlp_ratio=2, factor_dim=8, vector_eps=1e-6)
+        keys = {
+            f"lilicorr_{name}": value for name, value in dict(sizes, logit_scale=4, candidate_topk=4).items()
+        }
+        self.write_head("LiLiCorrDraftModel", **keys)
+        self.assertEqual(self.widths()[2], 4)
+        self.assertEqual(self.widths(speculative_dflash_block_size=6)[1], 6)
+        for arguments, message in (
+            (dict(speculative_eagle_topk=8), "--speculative-eagle-topk: expected 4 or no value, got 8"),
+            (
+                dict(speculative_dflash_block_size=9),
+                "--speculative-dflash-block-size: expected at most 8, got 9",
+            ),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                self.resolve(**arguments)
 
     def test_the_block_is_cut_to_the_tree(self):
         self.assertEqual(self.widths(speculative_num_draft_tokens=4)[:2], (4, 4))

@@ -34,6 +34,8 @@ SELECTOR_MODELS = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2
 LILICORR_MODELS = ("LiLiCorrDraftModel",)
 DRAFT_MODELS = PLAIN_MODELS + SELECTOR_MODELS + LILICORR_MODELS
 
+DEFAULT_BLOCK_SIZE = 16  # for a drafter whose config has none
+
 
 @dataclass(frozen=True)
 class Candidates:
@@ -78,8 +80,6 @@ class Head:
         parts: of the head.
     """
 
-    fixed_candidates = False  # whether K must be the one of the training
-
     def __init__(self, parts: HeadParts) -> None:
         self.lm_head = parts.lm_head
         self.num_candidates = parts.num_candidates
@@ -92,6 +92,19 @@ class Head:
             config: the drafter's.
         """
         return None
+
+    @classmethod
+    def refuse_widths(cls, config: Any, block_size: int, num_candidates: int) -> None:
+        """Refuse widths that the head cannot work with.
+
+        Args:
+            config: the drafter's.
+            block_size: F.
+            num_candidates: K.
+
+        Raises:
+            ValueError: names the argument, what was expected and what came.
+        """
 
     def begin(self, rows: torch.Tensor) -> None:
         """Begin a step or a prefill.
@@ -197,8 +210,6 @@ class LiLiCorrHead(Head):
     between two steps.
     """
 
-    fixed_candidates = True
-
     def __init__(self, parts: HeadParts) -> None:
         super().__init__(parts)
         self.head, self.embed = parts.drafter.lilicorr, parts.embed
@@ -210,6 +221,20 @@ class LiLiCorrHead(Head):
     @classmethod
     def trained_candidates(cls, config: Any) -> int | None:
         return _dflash_config(config)["lilicorr_candidate_topk"]
+
+    @classmethod
+    def refuse_widths(cls, config: Any, block_size: int, num_candidates: int) -> None:
+        trained, longest = cls.trained_candidates(config), trained_block_size(config)
+        if num_candidates != trained:
+            raise ValueError(
+                f"DDTREE: --speculative-eagle-topk: expected {trained} or no value, got {num_candidates}: the drafter's "
+                "LiLiCorr head works with as many candidates as it was trained with."
+            )
+        if block_size > longest:
+            raise ValueError(
+                f"DDTREE: --speculative-dflash-block-size: expected at most {longest}, got {block_size}: the drafter's "
+                "LiLiCorr head was trained with no more positions."
+            )
 
     def begin(self, rows: torch.Tensor) -> None:
         self.rows.zero_()  # row 0 is nobody's: padding
@@ -244,6 +269,17 @@ def _transform_of(drafter: Any) -> LogitTransform:
     """Return what a drafter does to its logits."""
     config = drafter.draft_config
     return LogitTransform(config.output_multiplier, config.final_logit_softcapping)
+
+
+def trained_block_size(config: Any) -> int:
+    """Return the F that a drafter was trained with.
+
+    Args:
+        config: the drafter's.
+    """
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+    return parse_dflash_draft_config(draft_hf_config=config).resolve_block_size(default=DEFAULT_BLOCK_SIZE)
 
 
 def head_class(config: Any) -> type[Head]:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_NODES = 32
-DEFAULT_BLOCK_SIZE = 16  # for a drafter whose config has none
 DEFAULT_NUM_CANDIDATES = 8
 DEFAULT_MAX_RUNNING_REQUESTS = 48  # DFLASH's own default in 0.5.23
 
@@ -257,21 +256,26 @@ def resolve_widths(args: ServerArgs) -> None:
         args: the server's arguments.
 
     Raises:
-        ValueError: a width outside the limits of the tree ops.
+        ValueError: a width outside the limits of the tree ops or of the drafter's head.
     """
     # Here and not above: the plug-in is imported by every process, and this import loads the op libraries.
     from sgl_kernel.ddtree import MAX_CANDIDATES, MAX_DEPTH, MAX_NODES, MAX_RECURRENT_NODES
     from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.speculative.ddtree.heads import head_class, trained_block_size
 
+    config = drafter_config(args)
+    head = head_class(config)
     recurrent = _device(args) == "cuda" and mambaish_config(model_config_of(args)) is not None
     max_nodes = MAX_RECURRENT_NODES if recurrent else MAX_NODES
     block_size = args.speculative_dflash_block_size
     if block_size is None:
-        block_size = _drafter_block_size(args)
+        block_size = trained_block_size(config)
     num_nodes = args.speculative_num_draft_tokens
     if num_nodes is None:
         num_nodes = max(DEFAULT_NUM_NODES, block_size)
-    num_candidates = _resolve_candidates(args)
+    num_candidates = args.speculative_eagle_topk
+    if num_candidates is None:
+        num_candidates = head.trained_candidates(config) or DEFAULT_NUM_CANDIDATES
     for flag, value, low, high in (
         ("--speculative-num-draft-tokens", num_nodes, 2, max_nodes),
         ("--speculative-dflash-block-size", block_size, 2, MAX_DEPTH + 1),
@@ -282,6 +286,7 @@ def resolve_widths(args: ServerArgs) -> None:
                 f"DDTREE: {flag}: expected {low} to {high}, got {value}: the tree ops support no more"
                 f"{' with recurrent layers' if high == MAX_RECURRENT_NODES else ''}."
             )
+    head.refuse_widths(config, block_size, num_candidates)
     if block_size > num_nodes:
         logger.warning(
             "DDTREE: a tree of %d nodes is at most %d deep: the drafter drafts %d positions instead of %d.",
@@ -359,30 +364,3 @@ def _device(args: ServerArgs) -> str:
 def _flag(field: str) -> str:
     """Return the flag that sets a field of ServerArgs."""
     return "--" + field.replace("_", "-")
-
-
-def _resolve_candidates(args: ServerArgs) -> int:
-    """Return K: the user's, else the one that the drafter's head was trained with, else the default.
-
-    Raises:
-        ValueError: the head works with another K only.
-    """
-    from sglang.srt.speculative.ddtree.heads import head_class
-
-    config = drafter_config(args)
-    head, asked = head_class(config), args.speculative_eagle_topk
-    trained = head.trained_candidates(config)
-    if head.fixed_candidates and asked not in (None, trained):
-        raise ValueError(
-            f"DDTREE: --speculative-eagle-topk: expected {trained} or no value, got {asked}: the drafter's head was "
-            "trained with that many candidates and works with no other number."
-        )
-    return asked if asked is not None else trained or DEFAULT_NUM_CANDIDATES
-
-
-def _drafter_block_size(args: ServerArgs) -> int:
-    """Return the F of the drafter's config."""
-    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
-
-    config = parse_dflash_draft_config(draft_hf_config=drafter_config(args))
-    return config.resolve_block_size(default=DEFAULT_BLOCK_SIZE)
