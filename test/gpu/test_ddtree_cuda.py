@@ -6,6 +6,7 @@ import torch
 from sglang.test.ci.ci_register import register_cuda_ci
 from support.answers import TIE, assert_first_choices
 from support.cuda import CUDA, greedy, greedy_without_waiting, run_and_judge
+from support.head_models import HEADS, write_head
 from support.models import write_fp8_target, write_gpt_oss_target, write_mla_target, write_models_for
 from support.window_models import write_mimo_v2
 
@@ -125,6 +126,14 @@ class TestDDTreeCuda(unittest.TestCase):
                 greedy,
             ),
         }
+        for head in HEADS:
+            with_head = dict(speculative_draft_model_path=write_head(drafter, folder / head, head))
+            trees[head] = ("plain", nodes_32 | with_head, greedy_without_waiting)
+            trees[f"{head}, no graph"] = (
+                "plain",
+                nodes_32 | with_head | dict(disable_cuda_graph=True),
+                greedy,
+            )
         plains = {
             "plain": plain, "mla plain": plain | mla, "fp8 plain": plain | fp8, "scaled plain": plain | scaled,
             "sinks plain": plain | sinks, "shapes plain": plain | shapes,
@@ -144,6 +153,17 @@ class TestDDTreeCuda(unittest.TestCase):
     def test_native_never_waits_between_draft_and_commit(self):
         self.agree("native", 50)
         self.assertEqual(self.result("native")[2], [])
+
+    def test_heads_that_know_the_path(self):
+        for head in HEADS:
+            with self.subTest(head):
+                self.agree(head, 20)
+                self.assertEqual(self.result(head)[2], [])
+
+    def test_heads_that_know_the_path_without_graphs(self):
+        for head in HEADS:
+            with self.subTest(head):
+                self.agree(f"{head}, no graph", 20)
 
     def test_forwards_that_upstream_prepares(self):
         self.agree("upstream's path", 50)
