@@ -2,6 +2,7 @@
 
 import tempfile
 import unittest
+from pathlib import Path
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
