@@ -1,10 +1,10 @@
 // The canonical order of a tree's nodes, for host and device. No other file restates this rule.
 //
 // A node precedes another if its score is higher. Ties are broken by lower depth, then by lower index of the parent,
-// then by lower rank, which is the index among the position's candidates. Nodes are numbered in this order (after the top-1 path, if that is
-// kept), so the parents being compared already have their index. A parent precedes its children, because their scores
-// are not higher and they are deeper, and a sibling precedes the next one. Best-first search therefore visits the nodes
-// in exactly this order.
+// then by lower rank, which is the index among the position's candidates. Nodes are numbered in this order (after the
+// top-1 path, if that is kept), so the parents being compared already have their index. A parent precedes its children,
+// because their scores are not higher and they are deeper, and a sibling precedes the next one. Best-first search
+// therefore visits the nodes in exactly this order.
 #pragma once
 
 #include <cstdint>

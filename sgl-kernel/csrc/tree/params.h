@@ -26,9 +26,10 @@ struct BuildParams {
   const float* log_probs;     // [bs, D, K] log q, or logits if log_sum is given; non-increasing at each position
                               // or [bs, D, W, K] log q after the path of row w
   const float* log_sum;       // [bs, D] logsumexp of the logits, or nullptr; only if W = 0
-  const int32_t* beam;        // [bs, D, W] for row w of position d: the last node of its path, as row * K + candidate of
-                              // position d - 1, or -1 for no path; at position 0 it is not read. Or nullptr
-  const int64_t* bonus;       // [bs] tokens of the roots
+  // [bs, D, W] or nullptr. For row w of position d: the last node of its path, as row * K + candidate of position
+  // d - 1, or -1 for no path. Position 0 is not read.
+  const int32_t* beam;
+  const int64_t* bonus;  // [bs] tokens of the roots
 
   int64_t* tokens;        // [bs, N] padding: the root's token, which is a valid vocabulary id
   int32_t* parents;       // [bs, N] node index of the parent; root and padding: -1

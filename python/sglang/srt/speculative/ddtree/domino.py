@@ -32,52 +32,61 @@ class DominoHead(Head):
         self.inner, self.outer = drafter.embed_proj[0], drafter.embed_proj[2]
 
     def candidates(self, hidden: torch.Tensor, bonus: torch.Tensor) -> Candidates:
-        bs, block_size, _ = hidden.shape
-        depth = block_size - 1
+        bs, depth = hidden.shape[0], hidden.shape[1] - 1
         hidden = hidden[:, self.first : self.first + depth]
         tokens, logits, log_sum = self.top(hidden)
         width = self.num_candidates
-        shape = bs, depth, BEAM_WIDTH
-        beam = torch.full(shape, -1, dtype=torch.int32, device=hidden.device)
-        log_probs = logits.new_full((*shape, width), -float("inf"))
+        # What does not depend on the path, for all positions at once.
+        embedded = self.embed(tokens).to(hidden.dtype)
+        own = functional.linear(hidden, self.inner.weight[:, : hidden.shape[2]])
+        vectors = self.outer.weight[tokens].transpose(-1, -2)
+        mass = logits.logsumexp(-1) - log_sum
+
+        log_probs = logits.new_full((bs, depth, BEAM_WIDTH, width), -float("inf"))
         log_probs[:, 0, 0] = logits[:, 0] - log_sum[:, 0, None]
-        scores = logits.new_full((bs, BEAM_WIDTH), -float("inf"))  # of each path of the beam
+        # Of each path of the beam. At first there is only the root.
+        scores = logits.new_full((bs, BEAM_WIDTH), -float("inf"))
         scores[:, 0] = 0.0
-        root = self._read(bonus, hidden.new_zeros(bs, self.gru.hidden_size))
-        states = root[:, None].expand(-1, BEAM_WIDTH, -1)
+        root = self._read(
+            self.embed(bonus)[:, None].to(hidden.dtype), hidden.new_zeros(bs, 1, self.gru.hidden_size)
+        )
+        states = root.expand(-1, BEAM_WIDTH, -1)
+        beam = [torch.full((bs, BEAM_WIDTH), -1, device=tokens.device)]
         for position in range(1, depth):
             every = (scores[:, :, None] + log_probs[:, position - 1]).flatten(1)
             scores, best = every.topk(BEAM_WIDTH)
-            beam[:, position] = torch.where(scores > -float("inf"), best, -1)
-            above = best // width
-            states = states.gather(1, above[..., None].expand(-1, -1, states.shape[2]))
-            states = self._read(tokens[:, position - 1].gather(1, best % width), states)
-            corrected = logits[:, position, None] + self._correction(
-                hidden[:, position], states, tokens[:, position]
-            )
-            log_probs[:, position] = conditional(corrected, logits[:, position], log_sum[:, position])
-        return Candidates(tokens, log_probs, beam=beam)
+            beam.append(torch.where(scores > -float("inf"), best, -1))
+            last = _take(embedded[:, position - 1], best % width)
+            states = self._read(last, _take(states, best // width))
+            correction = self._inner(own[:, position], states) @ vectors[:, position]
+            corrected = logits[:, position, None] + correction.float()
+            log_probs[:, position] = conditional(corrected, mass[:, position])
+        return Candidates(tokens, log_probs, beam=torch.stack(beam, dim=1).int())
 
-    def _read(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def _read(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return the GRU's states after one more token of each path.
 
         Args:
-            tokens: [...] int64.
-            states: [..., width of the GRU] before.
+            embedded: [bs, W, hidden], the tokens' embeddings.
+            states: [bs, W, width of the GRU] before.
         """
-        embedded = self.embed(tokens).to(states.dtype).flatten(0, -2)
         gru = self.gru
-        after = torch.gru_cell(embedded, states.flatten(0, -2), gru.weight_ih_l0, gru.weight_hh_l0)
+        after = torch.gru_cell(
+            embedded.flatten(0, 1), states.flatten(0, 1), gru.weight_ih_l0, gru.weight_hh_l0
+        )
         return after.view_as(states)
 
-    def _correction(self, hidden: torch.Tensor, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the logits: [bs, W, K] float32.
+    def _inner(self, own: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Return the inner layer of the correction: [bs, W, rank].
 
         Args:
-            hidden: [bs, hidden] of the position.
+            own: [bs, rank], what the position's hidden state gives.
             states: [bs, W, width of the GRU].
-            tokens: [bs, K] int64, the position's candidates.
         """
-        both = torch.cat((hidden[:, None].expand(-1, states.shape[1], -1), states), dim=-1)
-        inner = functional.silu(self.inner(both))
-        return (inner @ self.outer.weight[tokens].transpose(-1, -2)).float()
+        of_states = functional.linear(states, self.inner.weight[:, -states.shape[2] :])
+        return functional.silu(own[:, None] + of_states)
+
+
+def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return rows[b, index[b, w]]: [bs, W, size] of rows [bs, R, size]."""
+    return rows.gather(1, index[..., None].expand(-1, -1, rows.shape[2]))

@@ -152,18 +152,16 @@ class Head:
         return tokens.view(bs, depth, -1), logits.view(bs, depth, -1), log_sum.view(bs, depth)
 
 
-def conditional(scores: torch.Tensor, logits: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
-    """Turn scores of the candidates into log-probabilities whose mass is that of the marginals.
+def conditional(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """Turn scores of the candidates into log-probabilities.
 
     Args:
         scores: [..., W, K], logits of the candidates after each of W paths.
-        logits: [..., K], their marginal logits.
-        log_sum: [...], the logsumexp of all marginal logits.
+        mass: [...], the log of what the candidates' probabilities add up to.
 
     Returns:
         [..., W, K] float32.
     """
-    mass = logits.logsumexp(-1) - log_sum
     return torch.log_softmax(scores.float(), -1) + mass[..., None, None]
 
 
@@ -200,7 +198,7 @@ class SelectorHead(Head):
         previous = torch.cat((first, tokens[:, :-1]), dim=1)
         query = self.before[previous].float() * self.project(hidden).float()[:, :, None]
         pairs = query @ self.after[tokens].float().transpose(-1, -2)
-        return Candidates(tokens, conditional(logits[:, :, None] + pairs, logits, log_sum))
+        return Candidates(tokens, conditional(logits[:, :, None] + pairs, logits.logsumexp(-1) - log_sum))
 
 
 class LiLiCorrHead(Head):
@@ -258,7 +256,8 @@ class LiLiCorrHead(Head):
             )
         )
         first = start[:, :, None].expand(-1, -1, tokens.shape[2], -1)
-        return Candidates(tokens, conditional(torch.cat((first, pairs[:, 0]), dim=1), logits, log_sum))
+        scores = torch.cat((first, pairs[:, 0]), dim=1)
+        return Candidates(tokens, conditional(scores, logits.logsumexp(-1) - log_sum))
 
 
 def _dflash_config(config: Any) -> dict[str, Any]:
