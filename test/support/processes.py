@@ -67,6 +67,10 @@ class EngineProcess:
         self._process.start()
         theirs.close()
 
+    def has_ended(self) -> bool:
+        """Whether result() would return or raise at once."""
+        return self._pipe.poll()
+
     def result(self, seconds: float | None = None) -> Any:
         """Wait for the job's result.
 
