@@ -34,6 +34,7 @@ from support.processes import run_engine
 register_cuda_ci(est_time=300, suite="gpu")
 
 LOAD_SECONDS = 20
+LARGEST_DIFFERENCE = 0.1  # of a layer's outputs, which are bfloat16 numbers
 INTERVAL = 64  # tokens between the states that the radix cache keeps
 ARGUMENTS = (
     CUDA
@@ -136,13 +137,24 @@ class HybridCase(unittest.TestCase):
 
 
 class StepChecks:
-    """A test method for a HybridCase."""
+    """Test methods for a HybridCase."""
 
-    engines = {"tree": ({}, greedy_without_waiting)}
+    engines = {
+        "tree": ({}, greedy_without_waiting),
+        "validate": (dict(speculative_ddtree_verify="validate"), greedy),
+    }
 
     def test_tree(self):
         self.agree("tree")
         self.assertEqual(self.result("tree")[2], [], "waits between draft and commit")
+
+    def test_validate(self):
+        """Upstream's verify, which keeps a state per node, computes the same."""
+        self.agree("validate")
+        value, layer, _ = self.result("validate")[1]
+        print(f"largest difference {value} in layer {layer}")
+        self.assertGreater(value, 0.0, "two kernels agree to the last bit; did both run?")
+        self.assertLess(value, LARGEST_DIFFERENCE)
 
 
 class TestQwen3Next(StepChecks, HybridCase):
@@ -170,12 +182,18 @@ class TestKimiLinear(StepChecks, HybridCase):
 
 
 class TestLfm2(StepChecks, HybridCase):
+    """In validate mode only its attention is compared: upstream's verify of its convolutions knows no trees."""
+
     write = staticmethod(write_lfm2)
 
 
-class TestBFloat16States(StepChecks, HybridCase):
+class TestBFloat16States(HybridCase):
     write = staticmethod(TestQwen3Next.write)
     arguments = dict(mamba_ssm_dtype="bfloat16")
+    engines = {"tree": ({}, greedy)}
+
+    def test_tree(self):
+        self.agree("tree")
 
 
 class TestModes(HybridCase):
