@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from sglang.test.ci.ci_register import register_cuda_ci
 from support.answers import assert_first_choices, assert_same_noise
 from support.cuda import (
@@ -27,9 +28,11 @@ from support.hybrid_models import (
     write_qwen3_5,
     write_qwen3_next,
 )
+from support.jobs import sample
 from support.load import schedule, serve
 from support.models import write_models_for
-from support.processes import run_engine
+from support.processes import EngineProcess, run_engine
+from support.sampling import SamplingCheck
 
 register_cuda_ci(est_time=300, suite="gpu")
 
@@ -238,6 +241,36 @@ class TestRadixCache(HybridCase):
             inside = [cached for prompt, _, cached in self.result(name)[1] if cached > prompt]
             self.assertGreaterEqual(len(inside), least)
             self.assertTrue(all(cached % INTERVAL == 0 for cached in inside), inside)
+
+
+def exact_triples(engine, prompt):
+    """Return the probability of each triple of first tokens, [vocabulary] * 3. One prefill gives one token's."""
+    tokens = range(engine.scheduler.model_config.vocab_size)
+
+    def after(prefixes):
+        prompts = [[*prompt, *prefix] for prefix in prefixes]
+        return torch.cat(engine.log_probabilities(prompts, [[0]] * len(prompts))).exp()  # before that token
+
+    first, second = after([[]])[0], after([[a] for a in tokens])
+    third = after([[a, b] for a in tokens for b in tokens])
+    return ((first[:, None] * second)[..., None] * third.view(*second.shape, -1)).tolist()
+
+
+class TestSamplingKDA(SamplingCheck, unittest.TestCase):
+    """Sampled answers against the distribution of plain prefill. The other kinds of layers do this on the CPU."""
+
+    def test_temperature_1(self):
+        folder, _, drafter = write_models_for(type(self))
+        plain = ARGUMENTS | dict(model_path=write_kimi_linear(folder / "hybrid", dtype="bfloat16", d=128))
+        tree = plain | dict(
+            speculative_algorithm="DDTREE",
+            speculative_draft_model_path=drafter,
+            speculative_num_draft_tokens=32,
+        )
+        answers = EngineProcess(tree, sample, self.prompt, self.count, dict(temperature=1.0))
+        exact = EngineProcess(plain, exact_triples, self.prompt)
+        exact = torch.tensor(exact.result(), dtype=torch.float64)
+        self.assertLess(self.statistic(answers.result(), exact), 1.0)
 
 
 class _Load:
