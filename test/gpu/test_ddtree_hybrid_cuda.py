@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from sglang.test.ci.ci_register import register_cuda_ci
 from support.answers import assert_first_choices, assert_same_noise
 from support.cuda import (
@@ -27,13 +28,16 @@ from support.hybrid_models import (
     write_qwen3_5,
     write_qwen3_next,
 )
+from support.jobs import sample
 from support.load import schedule, serve
 from support.models import write_models_for
-from support.processes import run_engine
+from support.processes import EngineProcess, run_engine
+from support.sampling import SamplingCheck
 
 register_cuda_ci(est_time=300, suite="gpu")
 
 LOAD_SECONDS = 20
+LARGEST_DIFFERENCE = 0.1  # of a layer's outputs, which are bfloat16 numbers
 INTERVAL = 64  # tokens between the states that the radix cache keeps
 ARGUMENTS = (
     CUDA
@@ -136,13 +140,24 @@ class HybridCase(unittest.TestCase):
 
 
 class StepChecks:
-    """A test method for a HybridCase."""
+    """Test methods for a HybridCase."""
 
-    engines = {"tree": ({}, greedy_without_waiting)}
+    engines = {
+        "tree": ({}, greedy_without_waiting),
+        "validate": (dict(speculative_ddtree_verify="validate"), greedy),
+    }
 
     def test_tree(self):
         self.agree("tree")
         self.assertEqual(self.result("tree")[2], [], "waits between draft and commit")
+
+    def test_validate(self):
+        """Upstream's verify, which keeps a state per node, computes the same."""
+        self.agree("validate")
+        value, layer, _ = self.result("validate")[1]
+        print(f"largest difference {value} in layer {layer}")
+        self.assertGreater(value, 0.0, "two kernels agree to the last bit; did both run?")
+        self.assertLess(value, LARGEST_DIFFERENCE)
 
 
 class TestQwen3Next(StepChecks, HybridCase):
@@ -170,12 +185,18 @@ class TestKimiLinear(StepChecks, HybridCase):
 
 
 class TestLfm2(StepChecks, HybridCase):
+    """In validate mode only its attention is compared: upstream's verify of its convolutions knows no trees."""
+
     write = staticmethod(write_lfm2)
 
 
-class TestBFloat16States(StepChecks, HybridCase):
+class TestBFloat16States(HybridCase):
     write = staticmethod(TestQwen3Next.write)
     arguments = dict(mamba_ssm_dtype="bfloat16")
+    engines = {"tree": ({}, greedy)}
+
+    def test_tree(self):
+        self.agree("tree")
 
 
 class TestModes(HybridCase):
@@ -220,6 +241,36 @@ class TestRadixCache(HybridCase):
             inside = [cached for prompt, _, cached in self.result(name)[1] if cached > prompt]
             self.assertGreaterEqual(len(inside), least)
             self.assertTrue(all(cached % INTERVAL == 0 for cached in inside), inside)
+
+
+def exact_triples(engine, prompt):
+    """Return the probability of each triple of first tokens, [vocabulary] * 3. One prefill gives one token's."""
+    tokens = range(engine.scheduler.model_config.vocab_size)
+
+    def after(prefixes):
+        prompts = [[*prompt, *prefix] for prefix in prefixes]
+        return torch.cat(engine.log_probabilities(prompts, [[0]] * len(prompts))).exp()  # before that token
+
+    first, second = after([[]])[0], after([[a] for a in tokens])
+    third = after([[a, b] for a in tokens for b in tokens])
+    return ((first[:, None] * second)[..., None] * third.view(*second.shape, -1)).tolist()
+
+
+class TestSamplingKDA(SamplingCheck, unittest.TestCase):
+    """Sampled answers against the distribution of plain prefill. The other kinds of layers do this on the CPU."""
+
+    def test_temperature_1(self):
+        folder, _, drafter = write_models_for(type(self))
+        plain = ARGUMENTS | dict(model_path=write_kimi_linear(folder / "hybrid", dtype="bfloat16", d=128))
+        tree = plain | dict(
+            speculative_algorithm="DDTREE",
+            speculative_draft_model_path=drafter,
+            speculative_num_draft_tokens=32,
+        )
+        answers = EngineProcess(tree, sample, self.prompt, self.count, dict(temperature=1.0))
+        exact = EngineProcess(plain, exact_triples, self.prompt)
+        exact = torch.tensor(exact.result(), dtype=torch.float64)
+        self.assertLess(self.statistic(answers.result(), exact), 1.0)
 
 
 class _Load:

@@ -119,8 +119,11 @@ class TestCoverage(ConfiguredCase):
             with_recurrent_verify(object.__new__(Other), None, None)
 
     def test_only_ddtree_keeps_no_state_per_node(self):
-        for name, expected in (("DDTREE", True), ("DFLASH", False), (None, False)):
-            spec = SimpleNamespace(speculative_algorithm=name)
+        for name, mode, expected in (
+            ("DDTREE", "native", True), ("DDTREE", "triton", True), ("DDTREE", "validate", False),
+            ("DFLASH", "native", False), (None, "native", False),
+        ):  # fmt: skip
+            spec = SimpleNamespace(speculative_algorithm=name, speculative_ddtree_verify=mode)
             with patch.object(algorithm, "get_spec", lambda spec=spec: spec):
                 self.assertEqual(algorithm.keeps_no_state_per_node(), expected)
 
@@ -270,7 +273,8 @@ class TestKDA(ConfiguredCase):
                 seen[node] |= seen[parent]
         ancestors = pack_ancestors(seen)
         backend = object.__new__(KDATreeVerify)
-        backend.init_recurrent_verify(self.states, lambda tokens: ancestors)
+        attention = SimpleNamespace(tree_mode="native", ancestors_of=lambda tokens: ancestors)
+        backend.init_recurrent_verify(self.states, attention)
         self.states.find_slots(torch.tensor([3]))
         batch = SimpleNamespace(
             forward_mode=ForwardMode.TARGET_VERIFY, spec_info=SimpleNamespace(draft_token_num=NODES)

@@ -255,7 +255,7 @@ class TreeVerifyMixin(AttentionBackend):
         base = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         if forward_batch.forward_mode.is_target_verify() and self.tree_mode == "validate":
             native = self._tree_attention(q, layer, forward_batch, **kwargs)
-            self._accumulate_difference(native, base, layer, forward_batch)
+            self.accumulate_difference(native, base, layer.layer_id, forward_batch)
         return base
 
     def _write_kv(
@@ -342,18 +342,23 @@ class TreeVerifyMixin(AttentionBackend):
             self.tree_blocks[causal] = block.repeat(max_requests, 1)
         return self.tree_blocks[causal][:tokens]
 
-    def _accumulate_difference(
-        self, native: torch.Tensor, base: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    def accumulate_difference(
+        self, native: torch.Tensor, base: torch.Tensor, layer_id: int, forward_batch: ForwardBatch
     ) -> None:
         """Raise tree_difference[layer, request] to the largest |native - base| of the request's nodes.
 
         A graph can capture it.
+
+        Args:
+            native, base: [T, width].
+            layer_id: of the model.
+            forward_batch: a TARGET_VERIFY batch.
         """
         num_nodes = forward_batch.spec_info.draft_token_num
         worst = (native.float() - base.float()).abs().view(-1, num_nodes * native.shape[1]).amax(1)
         worst = torch.nan_to_num(worst, nan=float("inf"))
         assert self.tree_difference is not None  # mode is "validate"
-        self.tree_difference[layer.layer_id].scatter_reduce_(
+        self.tree_difference[layer_id].scatter_reduce_(
             0, forward_batch.req_pool_indices.long(), worst, reduce="amax"
         )
 
@@ -652,7 +657,7 @@ def with_tree_verify(
         from sglang.srt.layers.attention.ddtree_linear_backend import with_recurrent_verify
 
         full = wrap_inner(backend.full_attn_backend)
-        linear = with_recurrent_verify(backend.linear_attn_backend, recurrent, _verifying(full).ancestors_of)
+        linear = with_recurrent_verify(backend.linear_attn_backend, recurrent, _verifying(full))
         backend.full_attn_backend, backend.linear_attn_backend = full, linear
         if isinstance(backend, ShortConvHybridAttnBackend):
             backend.short_conv_backend = linear

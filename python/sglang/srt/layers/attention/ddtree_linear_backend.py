@@ -1,7 +1,8 @@
 """The recurrent layers of DDTREE's verify pass, as wrappers around the server's linear-attention backends.
 
 A wrapper runs TARGET_VERIFY with the recurrent tree ops of sgl_kernel.ddtree. Prefill, decode and graph buffers are
-unchanged. Upstream's verify keeps a state per node; these keep the nodes' inputs (see RecurrentStates).
+unchanged. Upstream's verify keeps a state per node; these keep the nodes' inputs (see RecurrentStates). In mode
+"validate", upstream's runs too, on the tree's links, and the result is compared. It has none for short convolutions.
 """
 
 from __future__ import annotations
@@ -17,32 +18,35 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBac
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend, ShortConvMetadata
+from sglang.srt.speculative.ddtree.verify_input import DDTreeVerifyInput
 
 if TYPE_CHECKING:
     from sgl_kernel.ddtree.recurrent import Gate
+    from sglang.srt.layers.attention.ddtree_backend import TreeVerifyMixin
     from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates
 
-# Ancestor words of a verify, [bs * N, words] int64, from bs * N.
-AncestorsOf = Callable[[int], torch.Tensor]
-
 
 class RecurrentVerifyMixin(MambaAttnBackendBase):
     """Runs TARGET_VERIFY with the recurrent tree ops. The backend that it is mixed into does everything else."""
 
-    def init_recurrent_verify(self, states: RecurrentStates, ancestors_of: AncestorsOf) -> None:
+    def init_recurrent_verify(self, states: RecurrentStates, attention: TreeVerifyMixin) -> None:
+        """Args: the target's states, and the wrapper of its attention layers, which knows the trees."""
         self.tree_states = states
-        self.tree_ancestors_of = ancestors_of
-        self.topk = (
-            0  # with more than 1, upstream copies the links of an EAGLE tree, which DDTREE does not make
-        )
+        self.tree_attention = attention
+        self.tree_validates = attention.tree_mode == "validate"
+        self.topk = 2 if self.tree_validates else 0  # with more than 1, upstream reads the trees' links
         self.accept_lens_pool = None  # KDA: with it, prefill writes states per node
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        is_verify = forward_batch.forward_mode.is_target_verify()
+        if is_verify and not isinstance(forward_batch.spec_info, DDTreeVerifyInput):
+            # A forward that upstream made up. Where it reads links, these stand for none.
+            forward_batch.spec_info.retrieve_next_token = forward_batch.spec_info.retrieve_next_sibling = None
         super().init_forward_metadata(forward_batch)
-        if forward_batch.forward_mode.is_target_verify():
+        if is_verify:
             self.tree_states.find_slots(forward_batch.req_pool_indices)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
@@ -55,8 +59,29 @@ class RecurrentVerifyMixin(MambaAttnBackendBase):
         num_nodes = forward_batch.spec_info.draft_token_num
         return dict(
             slots=self.tree_states.slots[: tokens // num_nodes],
-            ancestors=self.tree_ancestors_of(tokens),
+            ancestors=self.tree_attention.ancestors_of(tokens),
         )
+
+    def _validate(
+        self, native: torch.Tensor, run_base: Callable[[], torch.Tensor], layer_id: int,
+        forward_batch: ForwardBatch, slots: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the result of upstream's verify, and accumulate its difference from `native`.
+
+        Args:
+            native: [T, width].
+            run_base: upstream's verify of the layer.
+            layer_id: of the model.
+            forward_batch: a TARGET_VERIFY batch.
+            slots: [bs], of the requests' states.
+        """
+        # Upstream's convolution moves the windows, and its commit would put them right.
+        windows, kept = self.tree_states.windows_of(layer_id), slots.long().clamp(min=0)
+        before = windows[kept]
+        base = run_base()
+        windows[kept] = before
+        self.tree_attention.accumulate_difference(native, base.reshape(native.shape), layer_id, forward_batch)
+        return base
 
 
 class LinearAttentionVerify(RecurrentVerifyMixin):
@@ -93,7 +118,18 @@ class LinearAttentionVerify(RecurrentVerifyMixin):
             normalize=True,
             **nodes,
         )
-        return out[None]
+        if not self.tree_validates:
+            return out[None]
+        base = partial(
+            super().forward_extend,
+            layer=layer,
+            forward_batch=forward_batch,
+            mixed_qkv=mixed_qkv,
+            a=a,
+            b=b,
+            **kwargs,
+        )
+        return self._validate(out.flatten(1), base, layer.layer_id, forward_batch, nodes["slots"])
 
 
 class GDNTreeVerify(LinearAttentionVerify, GDNAttnBackend):
@@ -155,6 +191,18 @@ class Mamba2TreeVerify(RecurrentVerifyMixin, Mamba2AttnBackend):
             **nodes,
         )
         result, _ = mixer.out_proj(mixer.norm(out.flatten(1), gate))
+        if self.tree_validates:
+            base = partial(
+                super().forward,
+                mixer,
+                hidden_states,
+                None,
+                layer_id,
+                forward_batch,
+                mup_vector,
+                use_triton_causal_conv,
+            )
+            result = self._validate(result, base, layer_id, forward_batch, nodes["slots"])
         if output is not None:
             output[: len(result)].copy_(result)
         return result
@@ -193,14 +241,14 @@ WRAPPERS: dict[type[MambaAttnBackendBase], type[RecurrentVerifyMixin]] = {
 
 
 def with_recurrent_verify(
-    backend: MambaAttnBackendBase, states: RecurrentStates, ancestors_of: AncestorsOf
+    backend: MambaAttnBackendBase, states: RecurrentStates, attention: TreeVerifyMixin
 ) -> MambaAttnBackendBase:
     """Wrap a linear-attention backend so that it runs TARGET_VERIFY on trees, and everything else as before.
 
     Args:
         backend: upstream's, after its construction and before graph capture.
         states: the target's.
-        ancestors_of: gives the ancestor words of a verify.
+        attention: the wrapper of the target's attention layers.
 
     Returns:
         The backend to use instead.
@@ -215,5 +263,5 @@ def with_recurrent_verify(
             f"{[known.__name__ for known in WRAPPERS]}, got {type(backend).__name__}: serve it without DDTREE."
         )
     wrapped = wrap(wrapper, backend)
-    wrapped.init_recurrent_verify(states, ancestors_of)
+    wrapped.init_recurrent_verify(states, attention)
     return wrapped

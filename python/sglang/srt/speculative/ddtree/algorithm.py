@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
 
 def keeps_no_state_per_node() -> bool:
-    """Return whether recurrent layers are verified without a stored state per node: if DDTREE serves."""
-    return get_spec().speculative_algorithm == "DDTREE"
+    """Return whether recurrent layers are verified without a stored state per node.
+
+    They are if DDTREE serves, unless it runs upstream's verify too, to compare.
+    """
+    spec = get_spec()
+    return spec.speculative_algorithm == "DDTREE" and spec.speculative_ddtree_verify != "validate"
 
 
 def tree_convolution(

@@ -112,6 +112,8 @@ class ForwardStep:
             positions=positions,
             draft_token_num=num_nodes,
             ancestors=self.trees.ancestors.flatten(0, 1),
+            retrieve_next_token=self.trees.first_child,
+            retrieve_next_sibling=self.trees.next_sibling,
             kv_loc_plan=self.plan,
         )
         batch.out_cache_loc = self.slots.flatten()

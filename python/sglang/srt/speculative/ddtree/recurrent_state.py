@@ -198,6 +198,10 @@ class RecurrentStates:
         windows = self.pool.mamba_pool.mamba_cache.conv[0]
         return windows.transpose(-1, -2) if self.is_kda else windows
 
+    def windows_of(self, layer_id: int) -> torch.Tensor:
+        """Return a layer's windows, [slots, channels, width - 1]."""
+        return self.windows[self.pool.mamba2_layer_index(layer_id)]
+
     def log_memory(self) -> None:
         """Logs what the workspace takes, and what a state and a window per node would take."""
         kept = [self.conv_workspace]
