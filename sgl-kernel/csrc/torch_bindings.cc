@@ -64,10 +64,10 @@ STABLE_TORCH_LIBRARY_IMPL(sgl_kernel, CUDA, m) { DDTREE_OPS(DDTREE_IMPL) }
 
 namespace ddtree {
 
-// What Python must know of the headers: MAX_NODES, MAX_DEPTH, MAX_CANDIDATES, MAX_ROWS, MLA's d_qk and d_v, then the
+// What Python must know of the headers: MAX_NODES, MAX_DEPTH, MAX_CANDIDATES, MAX_PATHS, MLA's d_qk and d_v, then the
 // head sizes of GQA. Unpacked in python/sgl_kernel/ddtree/limits.py.
 std::vector<int64_t> limits() {
-  std::vector<int64_t> values = {kMaxNodes, kMaxDepth, kMaxCandidates, kMaxRows, kMlaQkDim, kMlaVDim};
+  std::vector<int64_t> values = {kMaxNodes, kMaxDepth, kMaxCandidates, kMaxPaths, kMlaQkDim, kMlaVDim};
   values.insert(values.end(), std::begin(kGqaHeadSizes), std::end(kGqaHeadSizes));
   return values;
 }

@@ -18,7 +18,7 @@ enum Kind { kMarginals, kPairs, kBeam };
 // Runs build, accept and commit in turn on both sides. Returns whether all outputs are equal.
 bool run(Kind kind, int bs, int D, int K, int N, bool keep_top1_path, int row_bytes) {
   const int words = ancestor_words(N), F = std::min(D + 1, N), buffers = 3, hidden_bytes = 2 * row_bytes;
-  const int W = kind == kMarginals ? 0 : kind == kPairs ? K : kMaxRows;
+  const int W = kind == kMarginals ? 0 : kind == kPairs ? K : kMaxPaths;
   const auto log_prob = [] { return -float(rng() % 64) / 8; };
   std::vector<float> sorted = filled<float>(size_t(bs) * D * std::max(W, 1) * K, log_prob);
   if (kind == kMarginals) {
@@ -76,7 +76,7 @@ bool run(Kind kind, int bs, int D, int K, int N, bool keep_top1_path, int row_by
     build.sizes = sizes.at(d);
     build.bs = bs;
     build.max_depth = D;
-    build.num_rows = W;
+    build.num_paths = W;
     build.num_candidates = K;
     build.num_nodes = N;
     build.words = words;

@@ -37,7 +37,7 @@ BuildParams build_params(const Tensor& candidates, const Tensor& log_probs, cons
   if (log_probs.dim() == 4) {
     W = log_probs.size(2);
     check(!log_sum, "log_sum", "None with log_probs of [bs, D, W, K], which are log-probabilities", "a tensor");
-    check_range("log_probs", "[bs, D, W, K] with W", W, 1, kMaxRows);
+    check_range("log_probs", "[bs, D, W, K] with W", W, 1, kMaxPaths);
     check(beam || W == K, "log_probs", "W = K = " + std::to_string(K) + " without a beam", W);
     scores.shape({bs, D, W, K}).contiguous();
   } else {
@@ -76,7 +76,7 @@ BuildParams build_params(const Tensor& candidates, const Tensor& log_probs, cons
   params.sizes = sizes.mutable_data_ptr<int32_t>();
   params.bs = static_cast<int32_t>(bs);
   params.max_depth = static_cast<int32_t>(D);
-  params.num_rows = static_cast<int32_t>(W);
+  params.num_paths = static_cast<int32_t>(W);
   params.num_candidates = static_cast<int32_t>(K);
   params.num_nodes = static_cast<int32_t>(N);
   params.words = static_cast<int32_t>(ancestors.size(2));

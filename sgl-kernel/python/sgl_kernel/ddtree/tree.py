@@ -152,7 +152,7 @@ def build_trees(
 
     Args:
         candidates: [bs, D, K] int64, tokens of each draft position, distinct; D up to MAX_DEPTH, K up to MAX_CANDIDATES.
-        log_probs: float32, their log-probabilities: see above. W is up to MAX_ROWS. Marginals are non-increasing, and
+        log_probs: float32, their log-probabilities: see above. W is up to MAX_PATHS. Marginals are non-increasing, and
             they are logits if log_sum is given.
         bonus: [bs] int64, the roots' tokens.
         out: trees of bs requests to write into; N up to MAX_NODES.

@@ -20,7 +20,7 @@ from draft_tree_cases import (
     tensors_of,
     trees_of,
 )
-from sgl_kernel.ddtree import MAX_ROWS, Accepted, DraftTrees, accept_path, build_trees
+from sgl_kernel.ddtree import MAX_PATHS, Accepted, DraftTrees, accept_path, build_trees
 
 register_cpu_ci(est_time=30, suite="kernel")
 register_cuda_ci(est_time=40, suite="gpu")
@@ -56,7 +56,7 @@ def beam_of(log_probs: torch.Tensor) -> torch.Tensor:
 def case_of(kind, bs, depth, width, sharpness, seed=0):
     """Candidates, log-probabilities, bonus tokens and the beam or None."""
     candidates, bonus = tokens_for(bs, depth, width, seed)
-    log_probs = rows_of(bs, depth, width, width if kind == "pairs" else MAX_ROWS, sharpness, seed)
+    log_probs = rows_of(bs, depth, width, width if kind == "pairs" else MAX_PATHS, sharpness, seed)
     return candidates, log_probs, bonus, None if kind == "pairs" else beam_of(log_probs)
 
 
