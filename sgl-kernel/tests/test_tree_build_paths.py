@@ -12,13 +12,13 @@ from draft_tree_cases import (
     assert_equal,
     built,
     candidates_of,
-    heap_nodes,
+    expected_trees,
     log_probs_of,
     on_cpu,
+    paths_of,
     poisoned,
     rows_of,
     tensors_of,
-    trees_of,
 )
 from sgl_kernel.ddtree import MAX_PATHS, Accepted, DraftTrees, accept_path, build_trees
 
@@ -27,12 +27,6 @@ register_cuda_ci(est_time=40, suite="gpu")
 
 on_each_device = pytest.mark.parametrize("device", DEVICES)
 on_each_kind = pytest.mark.parametrize("kind", ["pairs", "beam"])
-
-
-def expected(candidates, log_probs, bonus, num_nodes, keep_top1_path=False, beam=None) -> DraftTrees:
-    beams = [None] * len(log_probs) if beam is None else beam
-    nodes = [heap_nodes(one, num_nodes, keep_top1_path, of) for one, of in zip(log_probs, beams, strict=True)]
-    return trees_of(nodes, candidates, bonus, num_nodes)
 
 
 def tokens_for(bs, depth, width, seed=0):
@@ -82,15 +76,6 @@ def probabilities(log_probs: torch.Tensor, beam: torch.Tensor | None) -> dict[tu
                     at = (beam[d + 1] == row * width + rank).nonzero()
                     rows[child] = int(at[0]) if len(at) else None
     return found
-
-
-def paths_of(trees: DraftTrees, candidates: torch.Tensor) -> set:
-    """The tuples of ranks of one request's nodes."""
-    paths = {0: ()}
-    for node in range(1, int(trees.sizes[0])):
-        above = paths[int(trees.parents[0, node])]
-        paths[node] = (*above, candidates[0, len(above)].tolist().index(int(trees.tokens[0, node])))
-    return set(paths.values()) - {()}
 
 
 @on_each_device
@@ -152,7 +137,7 @@ def test_a_beam_that_holds_every_path_is_exact(device):
 def test_every_node(num_nodes, depth, width, sharpness, keep_top1_path, kind, device):
     candidates, log_probs, bonus, beam = case_of(kind, 3, depth, width, sharpness, seed=num_nodes)
     got = built(candidates, log_probs, bonus, num_nodes, device, keep_top1_path=keep_top1_path, beam=beam)
-    assert_equal(got, expected(candidates, log_probs, bonus, num_nodes, keep_top1_path, beam))
+    assert_equal(got, expected_trees(candidates, log_probs, bonus, num_nodes, keep_top1_path, beam))
 
 
 @on_each_device
@@ -205,7 +190,7 @@ def test_impossible_candidates(keep_top1_path, kind, device):
     got = built(candidates, log_probs, bonus, 100, device, keep_top1_path=keep_top1_path, beam=beam)
     assert got.sizes.tolist()[2:4] == [1, 1 + 4 * 6]
     assert got.depths[1].max() == 3
-    assert_equal(got, expected(candidates, log_probs, bonus, 100, keep_top1_path, beam))
+    assert_equal(got, expected_trees(candidates, log_probs, bonus, 100, keep_top1_path, beam))
 
 
 @on_each_device
