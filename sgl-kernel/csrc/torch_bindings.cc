@@ -17,7 +17,7 @@
   OP(build,                                                                                                        \
      "(Tensor candidates, Tensor log_probs, Tensor? log_sum, Tensor? beam, Tensor bonus, bool keep_top1_path, "    \
      "Tensor(a!) tokens, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) ancestors, "                            \
-     "Tensor(e!) first_child, Tensor(f!) next_sibling, Tensor(g!) sizes) -> ()")                                   \
+     "Tensor(e!) first_child, Tensor(f!) next_sibling, Tensor(g!) sizes, Tensor(h!)? scores) -> ()")                \
   OP(accept,                                                                                                       \
      "(Tensor tokens, Tensor parents, Tensor target, Tensor(a!) path, Tensor(b!) output, Tensor(c!) lengths, "     \
      "Tensor(d!) bonus) -> ()")                                                                                    \

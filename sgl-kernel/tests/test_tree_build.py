@@ -213,7 +213,8 @@ def test_empty_batch(device):
 def arguments(device):
     candidates, log_probs, bonus = (x.to(device) for x in inputs(2, 3, 4, 1.0, seed=7))
     rest = tensors_of(poisoned(2, 5, device)).values()
-    return [candidates, log_probs, None, None, bonus, False, *rest]
+    scores = torch.empty(2, 5, device=device)
+    return [candidates, log_probs, None, None, bonus, False, *rest, scores]
 
 
 @on_each_device

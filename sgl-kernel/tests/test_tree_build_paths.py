@@ -208,6 +208,36 @@ def test_a_path_outside_the_beam_has_no_children(device):
     assert got == set(every)
 
 
+@on_each_device
+@pytest.mark.parametrize("kind", ["marginals", "pairs", "beam"])
+@pytest.mark.parametrize("keep_top1_path", [False, True])
+def test_scores(keep_top1_path, kind, device):
+    """A node's score is its parent's and its log-probability after the path to the parent, in float32."""
+    candidates, log_probs, bonus, beam = case_of("pairs" if kind == "marginals" else kind, 2, 5, 4, 1.0)
+    if kind == "marginals":
+        log_probs = log_probs[:, :, 0].sort(-1, descending=True).values
+    scores = torch.full((2, 200), math.nan, device=device)
+    options = dict(keep_top1_path=keep_top1_path, beam=beam)
+    trees = built(candidates, log_probs, bonus, 200, device, scores=scores, **options)
+    scores = scores.cpu()
+    rows = torch.zeros(2, 200, dtype=torch.int64)
+    assert (scores[:, 0] == 0).all()
+    for r in range(2):
+        size = int(trees.sizes[r])
+        assert (scores[r, size:] == -math.inf).all()
+        for node in range(1, size):
+            depth, parent = int(trees.depths[r, node]), int(trees.parents[r, node])
+            rank = candidates[r, depth - 1].tolist().index(int(trees.tokens[r, node]))
+            row = int(rows[r, parent])
+            own = log_probs[r, depth - 1, rank] if kind == "marginals" else log_probs[r, depth - 1, row, rank]
+            assert scores[r, node] == scores[r, parent] + own
+            if kind == "pairs":
+                rows[r, node] = rank
+            elif kind == "beam" and depth < 5:
+                found = (beam[r, depth] == row * 4 + rank).nonzero()
+                rows[r, node] = found[0, 0] if len(found) else 0
+
+
 @pytest.mark.skipif("cuda" not in DEVICES, reason="needs CUDA")
 @on_each_kind
 def test_replays_read_the_current_rows(kind):
@@ -231,7 +261,7 @@ def test_replays_read_the_current_rows(kind):
 def arguments(device):
     candidates, log_probs, bonus, beam = (x.to(device) for x in case_of("beam", 2, 3, 4, 1.0))
     rest = tensors_of(poisoned(2, 5, device)).values()
-    return [candidates, log_probs, None, beam, bonus, False, *rest]
+    return [candidates, log_probs, None, beam, bonus, False, *rest, None]
 
 
 @on_each_device

@@ -249,6 +249,7 @@ __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__
     p.depths[out] = node.depth;
     p.first_child[out] = shared.first_child[i];
     p.next_sibling[out] = shared.next_sibling[i];
+    if (p.scores) p.scores[out] = i < size ? shared.scores[i] : -INFINITY;
 
     uint64_t words[kMaxAncestorWords] = {};
     const auto mark = [&](int ancestor) {

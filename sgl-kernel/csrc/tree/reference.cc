@@ -103,6 +103,10 @@ void reference_build(const BuildParams& p) {
     fill(next_sibling, p.num_nodes, -1);
     fill(ancestors, int64_t{p.num_nodes} * p.words, uint64_t{0});
     p.sizes[r] = size;
+    if (p.scores) {
+      fill(p.scores + first, p.num_nodes, -__builtin_huge_valf());
+      std::copy(search.scores.begin(), search.scores.end(), p.scores + first);
+    }
 
     std::vector<int> last_child(size, -1);
     for (int i = 0; i < p.num_nodes; ++i) {
