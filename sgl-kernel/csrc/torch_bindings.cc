@@ -17,7 +17,7 @@
   OP(build,                                                                                                        \
      "(Tensor candidates, Tensor log_probs, Tensor? log_sum, Tensor? beam, Tensor bonus, bool keep_top1_path, "    \
      "Tensor(a!) tokens, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) ancestors, "                            \
-     "Tensor(e!) first_child, Tensor(f!) next_sibling, Tensor(g!) sizes) -> ()")                                   \
+     "Tensor(e!) first_child, Tensor(f!) next_sibling, Tensor(g!) sizes, Tensor(h!)? scores) -> ()")                \
   OP(accept,                                                                                                       \
      "(Tensor tokens, Tensor parents, Tensor target, Tensor(a!) path, Tensor(b!) output, Tensor(c!) lengths, "     \
      "Tensor(d!) bonus) -> ()")                                                                                    \
@@ -64,10 +64,10 @@ STABLE_TORCH_LIBRARY_IMPL(sgl_kernel, CUDA, m) { DDTREE_OPS(DDTREE_IMPL) }
 
 namespace ddtree {
 
-// What Python must know of the headers: MAX_NODES, MAX_DEPTH, MAX_CANDIDATES, MAX_ROWS, MLA's d_qk and d_v, then the
+// What Python must know of the headers: MAX_NODES, MAX_DEPTH, MAX_CANDIDATES, MAX_PATHS, MLA's d_qk and d_v, then the
 // head sizes of GQA. Unpacked in python/sgl_kernel/ddtree/limits.py.
 std::vector<int64_t> limits() {
-  std::vector<int64_t> values = {kMaxNodes, kMaxDepth, kMaxCandidates, kMaxRows, kMlaQkDim, kMlaVDim};
+  std::vector<int64_t> values = {kMaxNodes, kMaxDepth, kMaxCandidates, kMaxPaths, kMlaQkDim, kMlaVDim};
   values.insert(values.end(), std::begin(kGqaHeadSizes), std::end(kGqaHeadSizes));
   return values;
 }

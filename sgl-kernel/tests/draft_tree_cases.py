@@ -138,6 +138,31 @@ def trees_of(
     return trees
 
 
+def expected_trees(
+    candidates: torch.Tensor,
+    log_probs: torch.Tensor,
+    bonus: torch.Tensor,
+    num_nodes: int,
+    keep_top1_path: bool = False,
+    beam: torch.Tensor | None = None,
+) -> DraftTrees:
+    """What build_trees() must write, by the rule in plain Python."""
+    beams = [None] * len(log_probs) if beam is None else beam
+    nodes = [heap_nodes(one, num_nodes, keep_top1_path, of) for one, of in zip(log_probs, beams, strict=True)]
+    return trees_of(nodes, candidates, bonus, num_nodes)
+
+
+def paths_of(trees: DraftTrees, candidates: torch.Tensor) -> set:
+    """The tuples of ranks of one request's nodes, derived only from its tokens and parents."""
+    paths: dict[int, tuple] = {0: ()}
+    for node in range(1, int(trees.sizes[0])):
+        parent = int(trees.parents[0, node])
+        assert parent < node
+        above = paths[parent]
+        paths[node] = (*above, candidates[0, len(above)].tolist().index(int(trees.tokens[0, node])))
+    return set(paths.values()) - {()}
+
+
 def poisoned(bs: int, num_nodes: int, device: str) -> DraftTrees:
     """Trees that no op has written. An element left unwritten differs from every expected value."""
     trees = DraftTrees.allocate(bs, num_nodes, device)

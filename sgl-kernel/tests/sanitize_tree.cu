@@ -18,7 +18,7 @@ enum Kind { kMarginals, kPairs, kBeam };
 // Runs build, accept and commit in turn on both sides. Returns whether all outputs are equal.
 bool run(Kind kind, int bs, int D, int K, int N, bool keep_top1_path, int row_bytes) {
   const int words = ancestor_words(N), F = std::min(D + 1, N), buffers = 3, hidden_bytes = 2 * row_bytes;
-  const int W = kind == kMarginals ? 0 : kind == kPairs ? K : kMaxRows;
+  const int W = kind == kMarginals ? 0 : kind == kPairs ? K : kMaxPaths;
   const auto log_prob = [] { return -float(rng() % 64) / 8; };
   std::vector<float> sorted = filled<float>(size_t(bs) * D * std::max(W, 1) * K, log_prob);
   if (kind == kMarginals) {
@@ -37,6 +37,7 @@ bool run(Kind kind, int bs, int D, int K, int N, bool keep_top1_path, int row_by
        first_child = Array<int32_t>::output(nodes), next_sibling = Array<int32_t>::output(nodes),
        sizes = Array<int32_t>::output(bs), lengths = Array<int32_t>::output(bs);
   auto ancestors = Array<uint64_t>::output(nodes * words);
+  auto scores = Array<float>::output(nodes);
   // The target picks a low rank at each node, which gives paths of some length.
   Array<int64_t> target(filled<int64_t>(nodes, [&] { return int64_t(rng() % std::min(K, 2) + 1); }));
   auto path = Array<int64_t>::output(size_t(bs) * F), output = Array<int64_t>::output(size_t(bs) * F),
@@ -74,9 +75,10 @@ bool run(Kind kind, int bs, int D, int K, int N, bool keep_top1_path, int row_by
     build.first_child = first_child.at(d);
     build.next_sibling = next_sibling.at(d);
     build.sizes = sizes.at(d);
+    build.scores = scores.at(d);
     build.bs = bs;
     build.max_depth = D;
-    build.num_rows = W;
+    build.num_paths = W;
     build.num_candidates = K;
     build.num_nodes = N;
     build.words = words;
@@ -124,8 +126,8 @@ bool run(Kind kind, int bs, int D, int K, int N, bool keep_top1_path, int row_by
   }
   cudaFree(table);
   bool equal = tokens.equal() && parents.equal() && depths.equal() && ancestors.equal() && first_child.equal() &&
-               next_sibling.equal() && sizes.equal() && path.equal() && output.equal() && lengths.equal() &&
-               next_bonus.equal() && hidden_out.equal();
+               next_sibling.equal() && sizes.equal() && scores.equal() && path.equal() && output.equal() &&
+               lengths.equal() && next_bonus.equal() && hidden_out.equal();
   for (auto& buffer : pool) equal = equal && buffer.equal();
   return equal;
 }

@@ -34,7 +34,7 @@ def test_limits_are_those_of_the_headers():
     assert ddtree.MAX_NODES == constants["kMaxNodes"]
     assert ddtree.MAX_DEPTH == constants["kMaxDepth"]
     assert ddtree.MAX_CANDIDATES == constants["kMaxCandidates"]
-    assert ddtree.MAX_ROWS == constants["kMaxRows"]
+    assert ddtree.MAX_PATHS == constants["kMaxPaths"]
     assert ddtree.MLA_HEAD_SIZES == (constants["kMlaQkDim"], constants["kMlaVDim"])
     assert ddtree.GQA_HEAD_SIZES == tuple(map(int, re.findall(r"F\((\d+)\)", sizes)))
 

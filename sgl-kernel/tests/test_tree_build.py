@@ -12,25 +12,20 @@ from draft_tree_cases import (
     assert_equal,
     built,
     candidates_of,
-    heap_nodes,
+    expected_trees,
     log_probs_of,
     on_cpu,
+    paths_of,
     poisoned,
     tensors_of,
     tied_log_probs_of,
-    trees_of,
 )
-from sgl_kernel.ddtree import DraftTrees, build_trees
+from sgl_kernel.ddtree import build_trees
 
 register_cpu_ci(est_time=20, suite="kernel")
 register_cuda_ci(est_time=30, suite="gpu")
 
 on_each_device = pytest.mark.parametrize("device", DEVICES)
-
-
-def expected(candidates, log_probs, bonus, num_nodes, keep_top1_path=False) -> DraftTrees:
-    nodes = [heap_nodes(one, num_nodes, keep_top1_path) for one in log_probs]
-    return trees_of(nodes, candidates, bonus, num_nodes)
 
 
 def inputs(bs, depth, width, sharpness, seed):
@@ -55,17 +50,6 @@ def all_trees(depth: int, width: int, above: tuple = ()) -> list[frozenset]:
         below = [frozenset()] + [{child} | tree for tree in all_trees(depth - 1, width, child)]
         trees = [tree | more for tree in trees for more in below]
     return trees
-
-
-def prefixes_of(trees: DraftTrees, candidates: torch.Tensor) -> set:
-    """The tuples of ranks of one request's nodes, derived only from its tokens and parents."""
-    paths = {0: ()}
-    for row in range(1, int(trees.sizes[0])):
-        parent = int(trees.parents[0, row])
-        assert parent < row
-        above = paths[parent]
-        paths[row] = above + (candidates[0, len(above)].tolist().index(int(trees.tokens[0, row])),)
-    return set(paths.values()) - {()}
 
 
 @on_each_device
@@ -93,7 +77,7 @@ def test_no_tree_is_better(depth, width, sharpness, keep_top1_path, device):
         if top1_path(len(tree)) <= tree:
             best[len(tree)] = max(best.get(len(tree), 0.0), mass(tree))
     for size, largest in best.items():
-        got = prefixes_of(
+        got = paths_of(
             built(candidates, log_probs, bonus, size + 1, device, keep_top1_path=keep_top1_path), candidates
         )
         assert len(got) == size and top1_path(size) <= got
@@ -129,7 +113,7 @@ def test_no_tree_is_better(depth, width, sharpness, keep_top1_path, device):
 def test_every_node(num_nodes, depth, width, sharpness, keep_top1_path, device):
     candidates, log_probs, bonus = inputs(3, depth, width, sharpness, seed=num_nodes + depth)
     got = built(candidates, log_probs, bonus, num_nodes, device, keep_top1_path=keep_top1_path)
-    assert_equal(got, expected(candidates, log_probs, bonus, num_nodes, keep_top1_path))
+    assert_equal(got, expected_trees(candidates, log_probs, bonus, num_nodes, keep_top1_path))
 
 
 @on_each_device
@@ -184,7 +168,7 @@ def test_impossible_candidates(keep_top1_path, device):
     got = built(candidates, log_probs, bonus, 100, device, keep_top1_path=keep_top1_path)
     assert got.sizes.tolist()[1:4] == [1 + 4 + 16 + 64, 1, 1 + 4 * 6]
     assert got.depths[1].max() == 3
-    assert_equal(got, expected(candidates, log_probs, bonus, 100, keep_top1_path))
+    assert_equal(got, expected_trees(candidates, log_probs, bonus, 100, keep_top1_path))
 
 
 @on_each_device
@@ -194,7 +178,7 @@ def test_logits_and_their_sum(device):
     log_sum = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) * 10
     logits = log_probs + log_sum[..., None]
     got = built(candidates, logits, bonus, 64, device, log_sum=log_sum)
-    assert_equal(got, expected(candidates, logits - log_sum[..., None], bonus, 64))
+    assert_equal(got, expected_trees(candidates, logits - log_sum[..., None], bonus, 64))
 
 
 @on_each_device
@@ -204,7 +188,7 @@ def test_wide_words(device):
     out = poisoned(2, 10, device)
     out.ancestors = torch.full((2, 10, 6), -1, dtype=torch.int64, device=device)
     build_trees(candidates.to(device), log_probs.to(device), bonus.to(device), out)
-    want = expected(candidates, log_probs, bonus, 10)
+    want = expected_trees(candidates, log_probs, bonus, 10)
     assert torch.equal(out.ancestors[..., :1].cpu(), want.ancestors)
     assert not out.ancestors[..., 1:].any()
 
@@ -229,7 +213,8 @@ def test_empty_batch(device):
 def arguments(device):
     candidates, log_probs, bonus = (x.to(device) for x in inputs(2, 3, 4, 1.0, seed=7))
     rest = tensors_of(poisoned(2, 5, device)).values()
-    return [candidates, log_probs, None, None, bonus, False, *rest]
+    scores = torch.empty(2, 5, device=device)
+    return [candidates, log_probs, None, None, bonus, False, *rest, scores]
 
 
 @on_each_device

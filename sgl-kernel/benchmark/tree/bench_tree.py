@@ -14,7 +14,15 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from sgl_kernel.ddtree import MAX_ROWS, Accepted, DraftTrees, KVBuffers, accept_path, build_trees, commit_path
+from sgl_kernel.ddtree import (
+    MAX_PATHS,
+    Accepted,
+    DraftTrees,
+    KVBuffers,
+    accept_path,
+    build_trees,
+    commit_path,
+)
 
 LAUNCHES = 20
 REPLAYS = 30
@@ -53,7 +61,7 @@ def bench_rows(bs: int, num_nodes: int, depth: int, width: int) -> list[dict]:
     shape = dict(bs=bs, num_nodes=num_nodes, max_depth=depth, candidates=width)
     bonus = torch.zeros(bs, dtype=torch.int64, device="cuda")
     results = []
-    for op, rows in (("build, pairs", width), ("build, beam", MAX_ROWS)):
+    for op, rows in (("build, pairs", width), ("build, beam", MAX_PATHS)):
         calls = []
         for _ in range(SETS):
             tokens, _ = candidates_of(bs, depth, width)

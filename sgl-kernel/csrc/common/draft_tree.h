@@ -5,7 +5,7 @@
 //   D      max_depth       depth of the deepest node; the root has depth 0
 //   F      block_size      D + 1: nodes on the longest path, which is also the most tokens that one step emits
 //   K      num_candidates  candidates per draft position; position d - 1 of the draft holds the nodes of depth d
-//   W      num_rows        paths per draft position, if the candidates are scored after each of several paths
+//   W      num_paths       paths per draft position, if the candidates are scored after each of several paths
 //   words                  ancestor_words(N)
 #pragma once
 
@@ -22,7 +22,7 @@ namespace ddtree {
 constexpr int kMaxNodes = 256;
 constexpr int kMaxDepth = 32;
 constexpr int kMaxCandidates = 32;
-constexpr int kMaxRows = 32;
+constexpr int kMaxPaths = 32;
 
 // Bit j % 64 of word j / 64 of a node's words is set if node j is an ancestor of the node, or the node itself.
 constexpr int kAncestorWordBits = 64;

@@ -25,24 +25,25 @@ void check_together(const char* name, const OptionalTensor& given, const char* o
 BuildParams build_params(const Tensor& candidates, const Tensor& log_probs, const OptionalTensor& log_sum,
                          const OptionalTensor& beam, const Tensor& bonus, bool keep_top1_path, const Tensor& tokens,
                          const Tensor& parents, const Tensor& depths, const Tensor& ancestors,
-                         const Tensor& first_child, const Tensor& next_sibling, const Tensor& sizes) {
+                         const Tensor& first_child, const Tensor& next_sibling, const Tensor& sizes,
+                         const OptionalTensor& scores) {
   const Arg first("candidates", candidates);
   first.dtype({kLong}).dims(3).contiguous();
   const int64_t bs = candidates.size(0), D = candidates.size(1), K = candidates.size(2);
   check_range("candidates", "[bs, D, K] with D", D, 1, kMaxDepth);
   check_range("candidates", "[bs, D, K] with K", K, 1, kMaxCandidates);
-  const Arg scores("log_probs", log_probs);
-  scores.on(first).dtype({kFloat});
+  const Arg given("log_probs", log_probs);
+  given.on(first).dtype({kFloat});
   int64_t W = 0;
   if (log_probs.dim() == 4) {
     W = log_probs.size(2);
     check(!log_sum, "log_sum", "None with log_probs of [bs, D, W, K], which are log-probabilities", "a tensor");
-    check_range("log_probs", "[bs, D, W, K] with W", W, 1, kMaxRows);
+    check_range("log_probs", "[bs, D, W, K] with W", W, 1, kMaxPaths);
     check(beam || W == K, "log_probs", "W = K = " + std::to_string(K) + " without a beam", W);
-    scores.shape({bs, D, W, K}).contiguous();
+    given.shape({bs, D, W, K}).contiguous();
   } else {
     check(!beam, "beam", "None with log_probs of [bs, D, K]", "a tensor");
-    scores.shape({bs, D, K}).contiguous();
+    given.shape({bs, D, K}).contiguous();
   }
   if (log_sum) Arg("log_sum", *log_sum).on(first).dtype({kFloat}).shape({bs, D}).contiguous();
   if (beam) Arg("beam", *beam).on(first).dtype({kInt}).shape({bs, D, W}).contiguous();
@@ -60,6 +61,7 @@ BuildParams build_params(const Tensor& candidates, const Tensor& log_probs, cons
   Arg("first_child", first_child).on(first).dtype({kInt}).shape({bs, N}).contiguous();
   Arg("next_sibling", next_sibling).on(first).dtype({kInt}).shape({bs, N}).contiguous();
   Arg("sizes", sizes).on(first).dtype({kInt}).shape({bs}).contiguous();
+  if (scores) Arg("scores", *scores).on(first).dtype({kFloat}).shape({bs, N}).contiguous();
 
   BuildParams params{};
   params.candidates = candidates.const_data_ptr<int64_t>();
@@ -74,9 +76,10 @@ BuildParams build_params(const Tensor& candidates, const Tensor& log_probs, cons
   params.first_child = first_child.mutable_data_ptr<int32_t>();
   params.next_sibling = next_sibling.mutable_data_ptr<int32_t>();
   params.sizes = sizes.mutable_data_ptr<int32_t>();
+  params.scores = scores ? scores->mutable_data_ptr<float>() : nullptr;
   params.bs = static_cast<int32_t>(bs);
   params.max_depth = static_cast<int32_t>(D);
-  params.num_rows = static_cast<int32_t>(W);
+  params.num_paths = static_cast<int32_t>(W);
   params.num_candidates = static_cast<int32_t>(K);
   params.num_nodes = static_cast<int32_t>(N);
   params.words = static_cast<int32_t>(ancestors.size(2));

@@ -16,7 +16,8 @@ using OptionalTensor = std::optional<Tensor>;
 BuildParams build_params(const Tensor& candidates, const Tensor& log_probs, const OptionalTensor& log_sum,
                          const OptionalTensor& beam, const Tensor& bonus, bool keep_top1_path, const Tensor& tokens,
                          const Tensor& parents, const Tensor& depths, const Tensor& ancestors,
-                         const Tensor& first_child, const Tensor& next_sibling, const Tensor& sizes);
+                         const Tensor& first_child, const Tensor& next_sibling, const Tensor& sizes,
+                         const OptionalTensor& scores);
 AcceptParams accept_params(const Tensor& tokens, const Tensor& parents, const Tensor& target, const Tensor& path,
                            const Tensor& output, const Tensor& lengths, const Tensor& bonus);
 CommitParams commit_params(const Tensor& path, const Tensor& lengths, const Tensor& slots, const Tensor& buffers,
@@ -37,9 +38,9 @@ using Run = void (*)(const Params&, const Tensor&);
 template <Run<BuildParams> run>
 void build(Tensor candidates, Tensor log_probs, OptionalTensor log_sum, OptionalTensor beam, Tensor bonus,
            bool keep_top1_path, Tensor tokens, Tensor parents, Tensor depths, Tensor ancestors, Tensor first_child,
-           Tensor next_sibling, Tensor sizes) {
+           Tensor next_sibling, Tensor sizes, OptionalTensor scores) {
   run(build_params(candidates, log_probs, log_sum, beam, bonus, keep_top1_path, tokens, parents, depths, ancestors,
-                   first_child, next_sibling, sizes),
+                   first_child, next_sibling, sizes, scores),
       candidates);
 }
 

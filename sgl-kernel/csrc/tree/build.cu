@@ -27,7 +27,7 @@ constexpr int kThreads = 128;
 constexpr int kLanes = 32;
 constexpr unsigned kWarp = 0xffffffff;
 constexpr int kSharedMemory = 48 << 10;  // what every architecture gives a block without asking
-static_assert(kMaxCandidates <= kLanes && kMaxRows <= kLanes, "a lane for each candidate, and for each row");
+static_assert(kMaxCandidates <= kLanes && kMaxPaths <= kLanes, "a lane for each candidate, and for each row");
 
 template <bool kRows>
 struct BuildShared {
@@ -91,7 +91,7 @@ struct Children {
     if (node.depth == p.max_depth) return -1;
     if (!table.beam) return node.rank;
     const int lane = threadIdx.x, wanted = shared.rows[node.parent] * p.num_candidates + node.rank;
-    const bool found = lane < p.num_rows && table.beam[node.depth * p.num_rows + lane] == wanted;
+    const bool found = lane < p.num_paths && table.beam[node.depth * p.num_paths + lane] == wanted;
     return __ffs(static_cast<int>(__ballot_sync(kWarp, found))) - 1;
   }
 
@@ -100,7 +100,7 @@ struct Children {
     const int rank = threadIdx.x;
     float log_prob = -INFINITY;
     if (row >= 0 && rank < p.num_candidates) {
-      log_prob = clamped_log_prob(table.log_probs[(depth * p.num_rows + row) * p.num_candidates + rank]);
+      log_prob = clamped_log_prob(table.log_probs[(depth * p.num_paths + row) * p.num_candidates + rank]);
     }
     const float score = parent_score + log_prob;
     const uint64_t key = is_possible(score) ? order_key(score, {depth + 1, parent, rank}) : kNoKey;
@@ -166,7 +166,7 @@ __device__ int search(const BuildParams& p, BuildShared<kRows>& shared, Children
 // Copies what the search reads to shared memory.
 template <bool kRows>
 __device__ RowTable load(const BuildParams& p, BuildShared<kRows>& shared, float* row_memory, bool rows_fit) {
-  const int request = blockIdx.x, D = p.max_depth, K = p.num_candidates, W = p.num_rows;
+  const int request = blockIdx.x, D = p.max_depth, K = p.num_candidates, W = p.num_paths;
   if constexpr (!kRows) {
     const float* log_probs = p.log_probs + int64_t{request} * (D * K);
     const float* log_sum = p.log_sum ? p.log_sum + int64_t{request} * D : nullptr;
@@ -249,6 +249,7 @@ __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__
     p.depths[out] = node.depth;
     p.first_child[out] = shared.first_child[i];
     p.next_sibling[out] = shared.next_sibling[i];
+    if (p.scores) p.scores[out] = i < size ? shared.scores[i] : -INFINITY;
 
     uint64_t words[kMaxAncestorWords] = {};
     const auto mark = [&](int ancestor) {
@@ -270,7 +271,7 @@ __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__
 
 template <bool kRows>
 void launch_kind(const BuildParams& p, cudaStream_t stream) {
-  const size_t floats = size_t(p.max_depth) * p.num_rows * (p.num_candidates + (p.beam ? 1 : 0));
+  const size_t floats = size_t(p.max_depth) * p.num_paths * (p.num_candidates + (p.beam ? 1 : 0));
   const size_t bytes = kRows ? floats * sizeof(float) : 0;
   const bool rows_fit = sizeof(BuildShared<kRows>) + bytes <= kSharedMemory;
   const auto kernel = p.num_nodes <= 32    ? build_kernel<1, kRows>
@@ -284,7 +285,7 @@ void launch_kind(const BuildParams& p, cudaStream_t stream) {
 
 void launch_build(const BuildParams& p, cudaStream_t stream) {
   if (p.bs == 0) return;  // an empty grid is a launch error
-  p.num_rows ? launch_kind<true>(p, stream) : launch_kind<false>(p, stream);
+  p.num_paths ? launch_kind<true>(p, stream) : launch_kind<false>(p, stream);
 }
 
 }  // namespace ddtree

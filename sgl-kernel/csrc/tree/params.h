@@ -38,8 +38,9 @@ struct BuildParams {
   int32_t* first_child;   // [bs, N] node index, or -1; siblings are linked best first
   int32_t* next_sibling;  // [bs, N] node index, or -1
   int32_t* sizes;         // [bs] nodes of each tree: 1 to N
+  float* scores;          // [bs, N] score of each node; root: 0, padding: -inf. Or nullptr
 
-  int32_t bs, max_depth /* D */, num_rows /* W */, num_candidates /* K */, num_nodes /* N */, words;
+  int32_t bs, max_depth /* D */, num_paths /* W */, num_candidates /* K */, num_nodes /* N */, words;
   // Nodes 1, 2, ... are then the top-1 path: the best child at every depth. The remaining nodes are the best of the
   // others. Tokens accepted along the top-1 path are already in their final slots.
   bool keep_top1_path;

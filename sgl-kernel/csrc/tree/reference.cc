@@ -23,7 +23,7 @@ struct Search {
 
   Search(const BuildParams& params, int request)
       : p(params),
-        num_rows(std::max(p.num_rows, 1)),
+        num_rows(std::max(p.num_paths, 1)),
         beam(p.beam ? p.beam + int64_t{request} * p.max_depth * num_rows : nullptr) {
     const int64_t count = int64_t{p.max_depth} * num_rows * p.num_candidates;
     for (int64_t i = 0; i < count; ++i) {
@@ -37,7 +37,7 @@ struct Search {
 
   // The row of a node's children.
   int row_of(Node node) const {
-    if (p.num_rows == 0 || node.depth == 0) return 0;
+    if (p.num_paths == 0 || node.depth == 0) return 0;
     if (!beam) return node.rank;
     const int32_t* position = beam + int64_t{node.depth} * num_rows;
     const int32_t* found = std::find(position, position + num_rows, rows[node.parent] * p.num_candidates + node.rank);
@@ -103,6 +103,10 @@ void reference_build(const BuildParams& p) {
     fill(next_sibling, p.num_nodes, -1);
     fill(ancestors, int64_t{p.num_nodes} * p.words, uint64_t{0});
     p.sizes[r] = size;
+    if (p.scores) {
+      fill(p.scores + first, p.num_nodes, -__builtin_huge_valf());
+      std::copy(search.scores.begin(), search.scores.end(), p.scores + first);
+    }
 
     std::vector<int> last_child(size, -1);
     for (int i = 0; i < p.num_nodes; ++i) {

@@ -7,7 +7,7 @@ from sgl_kernel.ddtree.limits import (
     MAX_CANDIDATES,
     MAX_DEPTH,
     MAX_NODES,
-    MAX_ROWS,
+    MAX_PATHS,
     MLA_HEAD_SIZES,
 )
 from sgl_kernel.ddtree.recurrent import (
@@ -36,8 +36,8 @@ __all__ = [
     "MAX_CANDIDATES",
     "MAX_DEPTH",
     "MAX_NODES",
+    "MAX_PATHS",
     "MAX_RECURRENT_NODES",
-    "MAX_ROWS",
     "MLA_HEAD_SIZES",
     "RecurrentWorkspace",
     "StateSpace",

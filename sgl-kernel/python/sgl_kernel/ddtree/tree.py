@@ -128,6 +128,7 @@ def build_trees(
     log_sum: torch.Tensor | None = None,
     beam: torch.Tensor | None = None,
     keep_top1_path: bool = False,
+    scores: torch.Tensor | None = None,
 ) -> DraftTrees:
     """Build the tree of the most probable prefixes for each request.
 
@@ -152,7 +153,7 @@ def build_trees(
 
     Args:
         candidates: [bs, D, K] int64, tokens of each draft position, distinct; D up to MAX_DEPTH, K up to MAX_CANDIDATES.
-        log_probs: float32, their log-probabilities: see above. W is up to MAX_ROWS. Marginals are non-increasing, and
+        log_probs: float32, their log-probabilities: see above. W is up to MAX_PATHS. Marginals are non-increasing, and
             they are logits if log_sum is given.
         bonus: [bs] int64, the roots' tokens.
         out: trees of bs requests to write into; N up to MAX_NODES.
@@ -162,6 +163,7 @@ def build_trees(
         keep_top1_path: makes the best child at every depth a node, as far as N allows. This top-1 path has the
             indices 1, 2, ...; the remaining nodes are the best of the others, in the order above. Tokens accepted along
             it are already in their final slots.
+        scores: [bs, N] float32, takes the nodes' scores. The root's is 0, and padding's is -inf.
 
     Returns:
         out.
@@ -185,6 +187,7 @@ def build_trees(
         out.first_child,
         out.next_sibling,
         out.sizes,
+        scores,
     )
     return out
 

@@ -10,11 +10,11 @@ Source: the weights and the formula are those of SGLang 0.5.23's DFlashDraftMode
 from __future__ import annotations
 
 import torch
-from sgl_kernel.ddtree import MAX_ROWS
+from sgl_kernel.ddtree import MAX_PATHS
 from sglang.srt.speculative.ddtree.heads import Candidates, Head, HeadParts, conditional
 from torch.nn import functional
 
-BEAM_WIDTH = MAX_ROWS
+BEAM_WIDTH = MAX_PATHS
 
 
 class DominoHead(Head):

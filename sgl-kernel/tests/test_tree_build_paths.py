@@ -12,27 +12,21 @@ from draft_tree_cases import (
     assert_equal,
     built,
     candidates_of,
-    heap_nodes,
+    expected_trees,
     log_probs_of,
     on_cpu,
+    paths_of,
     poisoned,
     rows_of,
     tensors_of,
-    trees_of,
 )
-from sgl_kernel.ddtree import MAX_ROWS, Accepted, DraftTrees, accept_path, build_trees
+from sgl_kernel.ddtree import MAX_PATHS, Accepted, DraftTrees, accept_path, build_trees
 
 register_cpu_ci(est_time=30, suite="kernel")
 register_cuda_ci(est_time=40, suite="gpu")
 
 on_each_device = pytest.mark.parametrize("device", DEVICES)
 on_each_kind = pytest.mark.parametrize("kind", ["pairs", "beam"])
-
-
-def expected(candidates, log_probs, bonus, num_nodes, keep_top1_path=False, beam=None) -> DraftTrees:
-    beams = [None] * len(log_probs) if beam is None else beam
-    nodes = [heap_nodes(one, num_nodes, keep_top1_path, of) for one, of in zip(log_probs, beams, strict=True)]
-    return trees_of(nodes, candidates, bonus, num_nodes)
 
 
 def tokens_for(bs, depth, width, seed=0):
@@ -56,7 +50,7 @@ def beam_of(log_probs: torch.Tensor) -> torch.Tensor:
 def case_of(kind, bs, depth, width, sharpness, seed=0):
     """Candidates, log-probabilities, bonus tokens and the beam or None."""
     candidates, bonus = tokens_for(bs, depth, width, seed)
-    log_probs = rows_of(bs, depth, width, width if kind == "pairs" else MAX_ROWS, sharpness, seed)
+    log_probs = rows_of(bs, depth, width, width if kind == "pairs" else MAX_PATHS, sharpness, seed)
     return candidates, log_probs, bonus, None if kind == "pairs" else beam_of(log_probs)
 
 
@@ -82,15 +76,6 @@ def probabilities(log_probs: torch.Tensor, beam: torch.Tensor | None) -> dict[tu
                     at = (beam[d + 1] == row * width + rank).nonzero()
                     rows[child] = int(at[0]) if len(at) else None
     return found
-
-
-def paths_of(trees: DraftTrees, candidates: torch.Tensor) -> set:
-    """The tuples of ranks of one request's nodes."""
-    paths = {0: ()}
-    for node in range(1, int(trees.sizes[0])):
-        above = paths[int(trees.parents[0, node])]
-        paths[node] = (*above, candidates[0, len(above)].tolist().index(int(trees.tokens[0, node])))
-    return set(paths.values()) - {()}
 
 
 @on_each_device
@@ -152,7 +137,7 @@ def test_a_beam_that_holds_every_path_is_exact(device):
 def test_every_node(num_nodes, depth, width, sharpness, keep_top1_path, kind, device):
     candidates, log_probs, bonus, beam = case_of(kind, 3, depth, width, sharpness, seed=num_nodes)
     got = built(candidates, log_probs, bonus, num_nodes, device, keep_top1_path=keep_top1_path, beam=beam)
-    assert_equal(got, expected(candidates, log_probs, bonus, num_nodes, keep_top1_path, beam))
+    assert_equal(got, expected_trees(candidates, log_probs, bonus, num_nodes, keep_top1_path, beam))
 
 
 @on_each_device
@@ -205,7 +190,7 @@ def test_impossible_candidates(keep_top1_path, kind, device):
     got = built(candidates, log_probs, bonus, 100, device, keep_top1_path=keep_top1_path, beam=beam)
     assert got.sizes.tolist()[2:4] == [1, 1 + 4 * 6]
     assert got.depths[1].max() == 3
-    assert_equal(got, expected(candidates, log_probs, bonus, 100, keep_top1_path, beam))
+    assert_equal(got, expected_trees(candidates, log_probs, bonus, 100, keep_top1_path, beam))
 
 
 @on_each_device
@@ -221,6 +206,36 @@ def test_a_path_outside_the_beam_has_no_children(device):
         + [(2, 1, rank) for rank in range(4)]
     )
     assert got == set(every)
+
+
+@on_each_device
+@pytest.mark.parametrize("kind", ["marginals", "pairs", "beam"])
+@pytest.mark.parametrize("keep_top1_path", [False, True])
+def test_scores(keep_top1_path, kind, device):
+    """A node's score is its parent's and its log-probability after the path to the parent, in float32."""
+    candidates, log_probs, bonus, beam = case_of("pairs" if kind == "marginals" else kind, 2, 5, 4, 1.0)
+    if kind == "marginals":
+        log_probs = log_probs[:, :, 0].sort(-1, descending=True).values
+    scores = torch.full((2, 200), math.nan, device=device)
+    options = dict(keep_top1_path=keep_top1_path, beam=beam)
+    trees = built(candidates, log_probs, bonus, 200, device, scores=scores, **options)
+    scores = scores.cpu()
+    rows = torch.zeros(2, 200, dtype=torch.int64)
+    assert (scores[:, 0] == 0).all()
+    for r in range(2):
+        size = int(trees.sizes[r])
+        assert (scores[r, size:] == -math.inf).all()
+        for node in range(1, size):
+            depth, parent = int(trees.depths[r, node]), int(trees.parents[r, node])
+            rank = candidates[r, depth - 1].tolist().index(int(trees.tokens[r, node]))
+            row = int(rows[r, parent])
+            own = log_probs[r, depth - 1, rank] if kind == "marginals" else log_probs[r, depth - 1, row, rank]
+            assert scores[r, node] == scores[r, parent] + own
+            if kind == "pairs":
+                rows[r, node] = rank
+            elif kind == "beam" and depth < 5:
+                found = (beam[r, depth] == row * 4 + rank).nonzero()
+                rows[r, node] = found[0, 0] if len(found) else 0
 
 
 @pytest.mark.skipif("cuda" not in DEVICES, reason="needs CUDA")
@@ -246,7 +261,7 @@ def test_replays_read_the_current_rows(kind):
 def arguments(device):
     candidates, log_probs, bonus, beam = (x.to(device) for x in case_of("beam", 2, 3, 4, 1.0))
     rest = tensors_of(poisoned(2, 5, device)).values()
-    return [candidates, log_probs, None, beam, bonus, False, *rest]
+    return [candidates, log_probs, None, beam, bonus, False, *rest, None]
 
 
 @on_each_device
