@@ -13,10 +13,12 @@ recurrent layers, upstream's HybridLinearAttnBackend holds this wrapper and one 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import torch
@@ -87,6 +89,7 @@ def chain_ancestors(num_nodes: int, causal: bool, device: torch.device | str) ->
 class TreeVerifyMixin(AttentionBackend):
     """Runs TARGET_VERIFY with the tree ops. The backend that it is mixed into does everything else."""
 
+    tree_shares_buffers = False  # whether the buffers are those of a backend for wider trees
     _verify_mask: Any  # the base backend's
     use_sliding_window_kv_pool: bool  # the base backend's: the window layers have a pool of their own
 
@@ -116,23 +119,52 @@ class TreeVerifyMixin(AttentionBackend):
         self.tree_workspaces: dict[tuple[int, int, int, int], VerifyWorkspace] = {}
         max_requests = runner.req_to_token_pool.req_to_token.shape[0]
         if mode != "triton":
-            for shape in {layer_shape(layer) for layer in verify_layers(runner.model)}:
-                h_q, h_kv, d_qk, d_v = shape
-                self.tree_workspaces[shape] = verify_workspace(
-                    max_bs=max_requests,
-                    num_nodes=num_nodes,
-                    h_q=h_q,
-                    h_kv=h_kv,
-                    d_qk=d_qk,
-                    d_v=d_v,
-                    device=torch.device(runner.device),
-                )
+            self.tree_workspaces = self._plan_workspaces()
         self.tree_difference: torch.Tensor | None = None
         if mode == "validate":
             layers = runner.model_config.num_hidden_layers
             self.tree_difference = torch.zeros(
                 layers, max_requests, dtype=torch.float32, device=runner.device
             )
+
+    def _plan_workspaces(self) -> dict[tuple[int, int, int, int], VerifyWorkspace]:
+        """Plan the split-KV launches of each shape of layers for trees of num_nodes nodes."""
+        max_requests = self.tree_runner.req_to_token_pool.req_to_token.shape[0]
+        device = torch.device(self.tree_runner.device)
+        return {
+            (h_q, h_kv, d_qk, d_v): verify_workspace(
+                max_bs=max_requests,
+                num_nodes=self.num_nodes,
+                h_q=h_q,
+                h_kv=h_kv,
+                d_qk=d_qk,
+                d_v=d_v,
+                device=device,
+            )
+            for h_q, h_kv, d_qk, d_v in {layer_shape(layer) for layer in verify_layers(self.tree_runner.model)}
+        }
+
+    def narrowed(self, num_nodes: int, graph_ancestors: torch.Tensor) -> Self:
+        """Make a copy for the graphs of narrower trees. The copy uses this backend's buffers.
+
+        Args:
+            num_nodes: nodes per request in these graphs, fewer than this backend's.
+            graph_ancestors: [max_bs, num_nodes, words] int64, where the graphs find the ancestor words.
+
+        Returns:
+            A backend that has a graph state already: this backend's.
+        """
+        narrow = copy.copy(self)
+        narrow.num_nodes = num_nodes
+        narrow.tree_graph_ancestors = graph_ancestors
+        narrow.tree_shares_buffers = True
+        narrow.tree_blocks = {}
+        narrow.tree_workspaces = {}
+        for shape, plan in narrow._plan_workspaces().items():
+            # Graphs of different widths never run at the same time.
+            widest = max(plan.buffer, self.tree_workspaces[shape].buffer, key=torch.Tensor.numel)
+            narrow.tree_workspaces[shape] = dataclasses.replace(plan, buffer=widest)
+        return narrow
 
     def _prefix_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (kv_indptr, kv_indices) of the requests' prefixes."""
@@ -163,12 +195,14 @@ class TreeVerifyMixin(AttentionBackend):
     # ---- metadata ----
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        super().init_cuda_graph_state(max_bs, max_num_tokens)
         device = self.tree_runner.device
-        self.tree_static = dict(
-            prefix_lens=torch.zeros(max_bs, dtype=torch.int32, device=device),
-            qo_indptr=torch.arange(max_bs + 1, dtype=torch.int32, device=device) * self.num_nodes,
-        )
+        qo_indptr = torch.arange(max_bs + 1, dtype=torch.int32, device=device) * self.num_nodes
+        if self.tree_shares_buffers:
+            self.tree_static = self.tree_static | dict(qo_indptr=qo_indptr)
+            return
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        prefix_lens = torch.zeros(max_bs, dtype=torch.int32, device=device)
+        self.tree_static = dict(prefix_lens=prefix_lens, qo_indptr=qo_indptr)
         if self.tree_mode != "native":
             self._verify_mask = msgspec.structs.replace(self._verify_mask, buffer=self._empty_mask(max_bs))
 
@@ -694,6 +728,23 @@ def with_tree_verify(
         draft_window=draft_window,
     )
     return wrapped
+
+
+def narrowed(backend: AttentionBackend, num_nodes: int, graph_ancestors: torch.Tensor) -> AttentionBackend:
+    """Make a backend for the verify graphs of narrower trees.
+
+    Args:
+        backend: that with_tree_verify() returned, after the capture of its graphs. It verifies in mode "native".
+        num_nodes, graph_ancestors: as for TreeVerifyMixin.narrowed().
+
+    Returns:
+        A copy of the backend. It shares the backend's buffers.
+    """
+    if isinstance(backend, HybridAttnBackend):
+        narrow = copy.copy(backend)
+        narrow.decode_backend = narrowed(backend.decode_backend, num_nodes, graph_ancestors)
+        return narrow
+    return backend.narrowed(num_nodes, graph_ancestors)
 
 
 def difference_table(backend: AttentionBackend) -> torch.Tensor | None:

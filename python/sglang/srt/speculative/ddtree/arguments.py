@@ -19,3 +19,14 @@ Top1Path = A[
         aliases=["--speculative-ddtree-spine"],
     ),
 ]
+Budget = A[
+    str | None,
+    "DDTREE only. 'auto' chooses the nodes of each step's verify tree: the number that emits the most tokens per second, "
+    "at most --speculative-num-draft-tokens (default with 'auto': 64). A number is another way to give "
+    "--speculative-num-draft-tokens. Default: every step verifies --speculative-num-draft-tokens nodes.",
+]
+TraceFile = A[
+    str | None,
+    "DDTREE only. Record the draft tree of every step, what the target accepted of it and how its width was chosen: a "
+    "file that python -m sglang.srt.speculative.ddtree.draw reads. Recording slows the server down.",
+]

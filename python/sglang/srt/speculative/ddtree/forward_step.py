@@ -12,6 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
+from sglang.srt.speculative.ddtree.tree_builder import first_nodes, lone_roots
 from sglang.srt.speculative.ddtree.verify_input import DDTreeVerifyInput
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
@@ -28,19 +29,21 @@ class ForwardStep:
     Args:
         worker: that drafts and verifies.
         batch: of bs requests. Its seq_lens are the prefix lengths: the committed tokens of each request.
+        num_nodes: N of this step, at most the worker's. With 1 there is no draft.
     """
 
     target_out: torch.Tensor | None = None  # where accept() wants the target's tokens; None: anywhere
     can_run_cuda_graph: bool  # whether the verify ran as a graph, as upstream reports it
 
-    def __init__(self, worker: DDTreeWorker, batch: ScheduleBatch) -> None:
+    def __init__(self, worker: DDTreeWorker, batch: ScheduleBatch, num_nodes: int) -> None:
         self.worker = worker
         self.batch = batch
+        self.num_nodes = num_nodes
         self.draft_input: DFlashDraftInputV2 = batch.spec_info
         self.prefix_lens = batch.seq_lens
         self.bs = len(batch.seq_lens)
-        # [bs, N] int64: positions of the slots that this step may write, and those slots. Before the commit, node
-        # j's KV is in slot j.
+        # [bs, worker's N] int64: positions of the slots that a step may write, and those slots. Before the commit,
+        # node j's KV is in slot j.
         self.window = self.prefix_lens[:, None] + worker.window_offsets
         table = worker.model_runner.req_to_token_pool.req_to_token
         self.slots = table[batch.req_pool_indices[:, None], self.window].to(torch.int64)
@@ -58,8 +61,11 @@ class ForwardStep:
             return self.batch.seq_lens_cpu + width
         return self.draft_input.nxt_kv_lens_cpu
 
-    def draft(self) -> DraftTrees:
+    def draft(self) -> None:
         """Run the drafter once over [bonus, mask, ...], and build trees from its candidates."""
+        if self.num_nodes == 1:
+            self.trees = lone_roots(self.draft_input.bonus_tokens)
+            return
         worker, batch, bs, width = self.worker, self.batch, self.bs, self.worker.block_size
         ids = torch.full((bs, width), worker.mask_token_id, dtype=torch.int64, device=worker.device)
         ids[:, 0] = self.draft_input.bonus_tokens
@@ -96,8 +102,12 @@ class ForwardStep:
             output = worker.draft_model_runner.forward(forward_batch)
             if not (worker.builds_in_graph and output.can_run_graph):
                 worker.builder.build(output.logits_output.hidden_states, ids.flatten(), trees)
-        self.trees = trees
-        return trees
+        self.wide_trees = trees
+        self.trees = trees if self.num_nodes == worker.num_nodes else first_nodes(trees, self.num_nodes)
+
+    def drafted(self) -> DraftTrees:
+        """Return the trees that the step verifies."""
+        return self.trees
 
     def verify(self) -> tuple[LogitsProcessorOutput, torch.Tensor]:
         """Run the target over all nodes of the trees.
@@ -105,7 +115,7 @@ class ForwardStep:
         Returns:
             The output, with logits [bs * N, vocabulary], and the nodes' positions: [bs * N] int64.
         """
-        worker, batch, num_nodes = self.worker, self.batch, self.worker.num_nodes
+        worker, batch, num_nodes = self.worker, self.batch, self.num_nodes
         positions = (self.prefix_lens[:, None] + self.trees.depths).flatten()
         verify_input = DDTreeVerifyInput(
             draft_token=self.trees.tokens.flatten(),
@@ -115,8 +125,9 @@ class ForwardStep:
             retrieve_next_token=self.trees.first_child,
             retrieve_next_sibling=self.trees.next_sibling,
             kv_loc_plan=self.plan,
+            kv_loc_cols=None if num_nodes == worker.num_nodes else slice(0, num_nodes),
         )
-        batch.out_cache_loc = self.slots.flatten()
+        batch.out_cache_loc = self.slots[:, :num_nodes].flatten()
         committed = batch.seq_lens_cpu, batch.seq_lens_sum
         batch.seq_lens_cpu = self._host_bound(num_nodes)
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
@@ -146,6 +157,11 @@ class ForwardStep:
         """
         worker = self.worker
         accepted = Accepted.allocate(self.bs, worker.block_size, worker.device)
-        accept_path(self.trees, target.view(self.bs, worker.num_nodes), accepted)
-        worker.commit(self.hidden, accepted, self.window[:, : worker.block_size], self.slots)
+        accept_path(self.trees, target.view(self.bs, self.num_nodes), accepted)
+        if worker.expectation is not None and self.num_nodes > 1:
+            rows = self.batch.req_pool_indices
+            worker.expectation.count(self.wide_trees, accepted, rows, self.num_nodes)
+        width = worker.block_size
+        slots = self.slots[:, : self.num_nodes].contiguous()
+        worker.commit(self.hidden, accepted, self.window[:, :width], slots, self.slots[:, :width])
         return accepted, self.prefix_lens + accepted.lengths

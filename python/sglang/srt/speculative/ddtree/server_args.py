@@ -25,10 +25,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_NODES = 32
+DEFAULT_AUTO_NODES = 64  # the widest tree of --speculative-ddtree-budget auto
 DEFAULT_NUM_CANDIDATES = 8
 DEFAULT_MAX_RUNNING_REQUESTS = 48  # DFLASH's own default in 0.5.23
 
-OWN_DEFAULTS = {"speculative_ddtree_verify": "native", "speculative_ddtree_top1_path": "auto"}
+AUTO_BUDGET = "auto"
+OWN_DEFAULTS = {
+    "speculative_ddtree_verify": "native",
+    "speculative_ddtree_top1_path": "auto",
+    "speculative_ddtree_budget": None,
+    "speculative_ddtree_trace": None,
+}
 CPU_DRAFT_BACKEND = "ddtree"
 BASE_BACKENDS = {"cuda": "triton", "cpu": "torch_native"}  # what tree verify wraps
 DRAFT_BACKENDS = {"cuda": "triton", "cpu": CPU_DRAFT_BACKEND}
@@ -129,7 +136,40 @@ def refuse_asked_args(args: ServerArgs) -> None:
         refusal.check(args)
     if args.page_size is not None and args.page_size < 1:
         raise ValueError(f"DDTREE: --page-size: expected 1 or more tokens, got {args.page_size}.")
+    asked_nodes(args)
+    if args.speculative_ddtree_budget == AUTO_BUDGET and args.speculative_ddtree_verify != "native":
+        raise ValueError(
+            "DDTREE: --speculative-ddtree-verify: expected 'native' with --speculative-ddtree-budget auto, got "
+            f"{args.speculative_ddtree_verify!r}: the other modes verify trees of one width."
+        )
     refuse_path(args)
+
+
+def asked_nodes(args: ServerArgs) -> int | None:
+    """Return the N that the user asked for, by --speculative-num-draft-tokens or --speculative-ddtree-budget.
+
+    Args:
+        args: the server's arguments.
+
+    Returns:
+        N, or None if it has its default.
+
+    Raises:
+        ValueError: the budget is neither 'auto' nor a number, or the two arguments differ.
+    """
+    budget, num_nodes = args.speculative_ddtree_budget, args.speculative_num_draft_tokens
+    if budget in (None, AUTO_BUDGET):
+        return num_nodes
+    if not str(budget).isdecimal():
+        raise ValueError(
+            f"DDTREE: --speculative-ddtree-budget: expected 'auto' or a number of nodes, got {budget!r}."
+        )
+    if num_nodes not in (None, int(budget)):
+        raise ValueError(
+            f"DDTREE: --speculative-ddtree-budget: expected --speculative-num-draft-tokens, which is {num_nodes}, or "
+            f"'auto', got {budget}: both are the nodes of a verify tree."
+        )
+    return int(budget)
 
 
 def refuse_own_args(args: ServerArgs) -> None:
@@ -261,18 +301,25 @@ def resolve_widths(args: ServerArgs) -> None:
     # Here and not above: the plug-in is imported by every process, and this import loads the op libraries.
     from sgl_kernel.ddtree import MAX_CANDIDATES, MAX_DEPTH, MAX_NODES, MAX_RECURRENT_NODES
     from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.speculative.ddtree.domino import DominoHead
     from sglang.srt.speculative.ddtree.heads import head_class, trained_block_size
 
     config = drafter_config(args)
     head = head_class(config)
-    recurrent = _device(args) == "cuda" and mambaish_config(model_config_of(args)) is not None
-    max_nodes = MAX_RECURRENT_NODES if recurrent else MAX_NODES
+    auto = args.speculative_ddtree_budget == AUTO_BUDGET
+    recurrent = mambaish_config(model_config_of(args)) is not None
+    if auto and (recurrent or head is DominoHead):
+        owner = "a target with recurrent layers" if recurrent else "a drafter with a Domino head"
+        raise ValueError(
+            f"DDTREE: --speculative-ddtree-budget: expected a number of nodes for {owner}, got 'auto': it was never tried."
+        )
+    max_nodes = MAX_RECURRENT_NODES if recurrent and _device(args) == "cuda" else MAX_NODES
     block_size = args.speculative_dflash_block_size
     if block_size is None:
         block_size = trained_block_size(config)
-    num_nodes = args.speculative_num_draft_tokens
+    num_nodes = asked_nodes(args)
     if num_nodes is None:
-        num_nodes = max(DEFAULT_NUM_NODES, block_size)
+        num_nodes = max(DEFAULT_AUTO_NODES if auto else DEFAULT_NUM_NODES, block_size)
     num_candidates = args.speculative_eagle_topk
     if num_candidates is None:
         num_candidates = head.trained_candidates(config) or DEFAULT_NUM_CANDIDATES
@@ -312,6 +359,8 @@ def resolve_widths(args: ServerArgs) -> None:
     args.speculative_eagle_topk = num_candidates
     args.speculative_dflash_block_size = block_size
     args.speculative_num_draft_tokens = num_nodes
+    if not auto:
+        args.speculative_ddtree_budget = str(num_nodes)
 
 
 def reserve_verify_memory(args: ServerArgs) -> None:

@@ -2,9 +2,58 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from sgl_kernel.ddtree import DraftTrees, build_trees
+from sgl_kernel.ddtree import DraftTrees, ancestor_words, build_trees
 from sglang.srt.speculative.ddtree.heads import Head
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.ddtree.expectation import Expectation
+
+
+def first_nodes(trees: DraftTrees, num_nodes: int) -> DraftTrees:
+    """Copy the first nodes of trees. The copies are the trees that build_trees() makes for this width.
+
+    Args:
+        trees: of bs requests.
+        num_nodes: nodes to keep, root included.
+
+    Returns:
+        Trees of width num_nodes.
+    """
+
+    def cut(links: torch.Tensor) -> torch.Tensor:
+        return torch.where(links[:, :num_nodes] < num_nodes, links[:, :num_nodes], -1)
+
+    return DraftTrees(
+        tokens=trees.tokens[:, :num_nodes].contiguous(),
+        parents=trees.parents[:, :num_nodes].contiguous(),
+        depths=trees.depths[:, :num_nodes].contiguous(),
+        ancestors=trees.ancestors[:, :num_nodes, : ancestor_words(num_nodes)].contiguous(),
+        first_child=cut(trees.first_child),
+        next_sibling=cut(trees.next_sibling),
+        sizes=trees.sizes.clamp(max=num_nodes),
+    )
+
+
+def lone_roots(bonus: torch.Tensor) -> DraftTrees:
+    """Make the trees of a step without a draft.
+
+    Args:
+        bonus: [bs] int64, the roots' tokens.
+
+    Returns:
+        Trees of width 1.
+    """
+    trees = DraftTrees.allocate(bonus.numel(), 1, bonus.device)
+    trees.tokens[:, 0] = bonus
+    for links in (trees.parents, trees.first_child, trees.next_sibling):
+        links.fill_(-1)
+    trees.depths.zero_()
+    trees.ancestors.fill_(1)
+    trees.sizes.fill_(1)
+    return trees
 
 
 class TreeBuilder:
@@ -20,6 +69,7 @@ class TreeBuilder:
         keep_top1_path: whether a tree always contains the first choice of every depth.
         max_bs: the most requests in a captured graph.
         device: where the trees go.
+        expectation: takes what the trees promise; None: nothing chooses widths.
     """
 
     def __init__(
@@ -31,8 +81,10 @@ class TreeBuilder:
         keep_top1_path: bool,
         max_bs: int,
         device: torch.device | str,
+        expectation: Expectation | None = None,
     ) -> None:
         self.head = head
+        self.expectation = expectation
         self.block_size = block_size
         self.num_nodes = num_nodes
         self.keep_top1_path = keep_top1_path
@@ -73,6 +125,8 @@ class TreeBuilder:
             beam=candidates.beam,
             keep_top1_path=self.keep_top1_path,
         )
+        if self.expectation is not None:
+            self.expectation.predict(trees, candidates)
 
     def set_anchor(self, hidden: torch.Tensor | None, bs: int) -> None:
         """Give the head the drafter's states of the last committed tokens. Upstream calls it after every commit.

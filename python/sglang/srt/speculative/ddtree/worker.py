@@ -17,8 +17,11 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_serving, get_spec
+from sglang.srt.speculative.ddtree.budget import Budget, Load, StepCosts, widths_up_to
 from sglang.srt.speculative.ddtree.coverage import verify_layers, widest_window
+from sglang.srt.speculative.ddtree.expectation import Expectation
 from sglang.srt.speculative.ddtree.forward_step import ForwardStep
 from sglang.srt.speculative.ddtree.heads import HeadParts, make_head
 from sglang.srt.speculative.ddtree.kv_pool import KVGroup, commit_kv, describe_pools, kv_groups, refuse_layers
@@ -27,9 +30,12 @@ from sglang.srt.speculative.ddtree.penalties import OutputPenalties
 from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates, recurrent_gaps
 from sglang.srt.speculative.ddtree.sampling import constrain, target_tokens
 from sglang.srt.speculative.ddtree.seeds import follow_seeds, seeded
+from sglang.srt.speculative.ddtree.server_args import AUTO_BUDGET
+from sglang.srt.speculative.ddtree.step_costs import step_costs
 from sglang.srt.speculative.ddtree.step_graphs import StepGraphs
 from sglang.srt.speculative.ddtree.tree_builder import TreeBuilder
 from sglang.srt.speculative.ddtree.weights import refuse_updates
+from sglang.srt.speculative.ddtree.width_control import WidthControl
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
@@ -76,6 +82,10 @@ class DDTreeWorker(DFlashWorkerV2):
         spec = get_spec()
         self.num_nodes = spec.speculative_num_draft_tokens
         self.num_candidates = spec.speculative_eagle_topk
+        self.widths: tuple[int, ...] = (self.num_nodes,)
+        if spec.speculative_ddtree_budget == AUTO_BUDGET:
+            self.widths = widths_up_to(self.num_nodes, spec.speculative_dflash_block_size)
+        self.control: WidthControl | None = None
         self.draft_window = spec.speculative_draft_window_size
         # The base class reads the width of a draft pass from the first field. For others it is a verify's width. With the
         # second, it would give the drafter a slot table of its own, and copy the window there in every step.
@@ -164,6 +174,15 @@ class DDTreeWorker(DFlashWorkerV2):
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
         self._refuse_or_describe_pools()
+        self.expectation = None
+        if len(self.widths) > 1:
+            self.expectation = Expectation(
+                widths=self.widths,
+                max_requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
+                block_size=self.block_size,
+                num_candidates=self.num_candidates,
+                device=self.device,
+            )
         self.builder = self._make_builder()
         self._draft_sampler = self.builder  # upstream gives it the anchors, without graphs as well
         self.model_runner.attn_backend = with_tree_verify(
@@ -191,6 +210,8 @@ class DDTreeWorker(DFlashWorkerV2):
                 mask_token_id=self.mask_token_id,
                 block_size=self.block_size,
                 commit=self.commit,
+                widths=self.widths,
+                expectation=self.expectation,
             )
         self.penalties = OutputPenalties(
             max_requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
@@ -238,15 +259,38 @@ class DDTreeWorker(DFlashWorkerV2):
             keep_top1_path=get_spec().speculative_ddtree_top1_path == "keep",
             max_bs=0 if self._on_cpu else max(get_exec().graph.cuda_graph_config.decode.bs or [0]),
             device=self.device,
+            expectation=self.expectation,
         )
 
     def init_cuda_graphs(self) -> None:
         super().init_cuda_graphs()
-        if self._on_cpu:
-            return
+        if not self._on_cpu:
+            self._capture()
+        if self.expectation is not None:
+            self.control = self._make_control(self.expectation)
+
+    def _make_control(self, expectation: Expectation) -> WidthControl | None:
+        """Make what chooses the widths; None if the server has graphs but they cannot run steps of several widths."""
+        graphs, parallel = self.step_graphs, get_parallel()
+        if graphs is not None and graphs.widths:
+            costs = step_costs(graphs)
+        elif isinstance(self.model_runner.decode_cuda_graph_runner, DecodeCudaGraphRunner):
+            logger.warning(
+                "DDTREE: --speculative-ddtree-budget auto: every step verifies %d nodes, because this server's steps need "
+                "more than the graphs of several widths write themselves.",
+                self.num_nodes,
+            )
+            return None
+        else:
+            requests = self.model_runner.max_running_requests
+            costs = StepCosts(self.widths, [1 << i for i in range((requests - 1).bit_length() + 1)])
+        return WidthControl(Budget(costs), expectation, refines_costs=parallel.tp_size == 1)
+
+    def _capture(self) -> None:
+        """Capture the graphs that upstream does not, and keep what they write to."""
         self._warm_up()
         assert self.step_graphs is not None
-        self.step_graphs.capture_commits()
+        self.step_graphs.capture()
         if self._fused_kv_helper is not None:
             # The graphs write to its buffers, which it replaces when a prefill needs larger ones.
             self._captured_buffers = [
@@ -324,6 +368,8 @@ class DDTreeWorker(DFlashWorkerV2):
         if is_decode:
             with seeded(batch):
                 return self._decode(batch, on_publish, grammar_barrier)
+        if self.control is not None:
+            self.control.interrupt()
         penalized = self.penalties.begin(batch)
         with seeded(batch):
             result = super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
@@ -340,10 +386,12 @@ class DDTreeWorker(DFlashWorkerV2):
         if not self._on_cpu:
             # The previous step may have made it on another stream.
             batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
-        step = self._begin(batch)
-        trees = step.draft()
+        num_nodes = self._choose_width(batch)
+        step = self._begin(batch, num_nodes)
+        step.draft()
         grammar_tree = None
         if batch.has_grammar:  # the copy to the host overlaps the verify forward
+            trees = step.drafted()
             grammar_tree = GrammarTree.from_device(
                 trees.first_child.long(), trees.next_sibling.long(), trees.tokens
             )
@@ -352,8 +400,10 @@ class DDTreeWorker(DFlashWorkerV2):
         grammar_mask = self._grammar_mask(batch, grammar_tree, grammar_barrier)
         penalized = self.penalties.options(batch.reqs)
         if penalized is not None:
-            self.penalties.apply(logits, penalized, info, batch.req_pool_indices, trees, positions)
-        constrain(logits, info, grammar_mask, self.num_nodes)
+            self.penalties.apply(
+                logits, penalized, info, batch.req_pool_indices, step.drafted(), positions
+            )
+        constrain(logits, info, grammar_mask, num_nodes)
         target = target_tokens(
             logits,
             info,
@@ -367,10 +417,12 @@ class DDTreeWorker(DFlashWorkerV2):
         accepted, new_seq_lens = step.accept(target)
         if on_publish is not None:
             on_publish(new_seq_lens)
+        if self.control is not None:
+            self.control.finish()
         if penalized is not None:
             self.penalties.count(batch.req_pool_indices, accepted.tokens, accepted.lengths)
         if batch.return_logprob:
-            roots = torch.arange(0, target.numel(), self.num_nodes, device=self.device)
+            roots = torch.arange(0, target.numel(), num_nodes, device=self.device)
             compute_spec_logprobs(batch, output, target, accept_index=accepted.path + roots[:, None])
         self._report_difference(batch)
         return GenerationBatchResult(
@@ -386,13 +438,21 @@ class DDTreeWorker(DFlashWorkerV2):
             new_seq_lens=new_seq_lens,
         )
 
-    def _begin(self, batch: ScheduleBatch) -> StepGraphs | ForwardStep:
-        """Return what can run a step of this batch."""
+    def _choose_width(self, batch: ScheduleBatch) -> int:
+        """Return N of the step."""
+        if self.control is None:
+            return self.num_nodes
+        lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
+        sampled = any(req.sampling_params.top_k != 1 for req in batch.reqs)
+        return self.control.choose(Load(len(batch.seq_lens), int(lens.sum()), sampled))
+
+    def _begin(self, batch: ScheduleBatch, num_nodes: int) -> StepGraphs | ForwardStep:
+        """Return what can run a step of this batch with this N."""
         if self.step_graphs is not None and self.step_graphs.can_run(len(batch.seq_lens)):
             if self.recurrent is not None:
                 self.recurrent.prepare_tracking(batch)
-            return self.step_graphs.begin(batch)
-        return ForwardStep(self, batch)
+            return self.step_graphs.begin(batch, num_nodes)
+        return ForwardStep(self, batch, num_nodes)
 
     def _grammar_mask(
         self, batch: ScheduleBatch, tree: GrammarTree | None, barrier: Any
@@ -418,7 +478,12 @@ class DDTreeWorker(DFlashWorkerV2):
         )
 
     def commit(
-        self, hidden: torch.Tensor, accepted: Accepted, positions: torch.Tensor, slots: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        accepted: Accepted,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        draft_slots: torch.Tensor,
     ) -> None:
         """Move the accepted KV to the front of the window, and give the drafter the path's hidden states.
 
@@ -430,14 +495,15 @@ class DDTreeWorker(DFlashWorkerV2):
             hidden: [bs * N or more, hidden] of the target.
             accepted: of bs requests.
             positions: [bs, F] int64, the first of the window.
-            slots: [bs, N] int64 of the window. The drafter's pool has the same slots.
+            slots: [bs, N] int64 of the nodes, the first of the window.
+            draft_slots: [bs, F] int64, the first of the window. The drafter's pool has the same slots.
         """
         bs, width = positions.shape
         if self._kv is None:
             self._kv = kv_groups(self.model_runner.token_to_kv_pool)
         path_hidden = hidden.new_empty(bs, width, hidden.shape[-1])
         commit_kv(self._kv, accepted, slots, hidden[: slots.numel()], path_hidden)
-        cache_loc = slots[:, :width].contiguous()
+        cache_loc = draft_slots.contiguous()
         self._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=path_hidden.flatten(0, 1),
             cache_loc=cache_loc.flatten(),

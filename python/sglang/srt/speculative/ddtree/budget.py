@@ -1,0 +1,290 @@
+"""Chooses how many nodes the next step verifies: the number that emits the most tokens per second.
+
+It knows three things, and each of them corrects itself while the server runs:
+
+    what a step costs        seconds by batch size, width and context: measured at the start, refined by the steps' times
+    what a width promises    tokens per step, from the drafter's probabilities of the nodes
+    how far to trust those   by depth and rank of a node: how often such nodes were accepted, over how often expected
+
+Nothing here waits for the device, reads a clock or is random: the same calls give the same choices. So a recorded trace
+can be replayed, and the ranks of a tensor-parallel server agree without talking.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+STANDARD_WIDTHS = (1, 16, 24, 32, 48, 64)
+
+HYSTERESIS = 0.015  # another width must promise this much more than the present one
+RATE_OF_COSTS = 0.2  # weight of a new time in the mean of its kind
+RATE_OF_PROMISES = 0.08  # weight of a new step in the mean of what widths promise
+RATE_OF_TRUST = 0.02  # the same, in the means of promised and emitted tokens: these vary more from step to step
+OUTLIER = 4.0  # a time further than this factor from the expected one was no step's: the server waited
+SURPRISE = 0.15  # a time this far from the expected one makes the other times of its kind doubtful
+FIRST_PROBE, LAST_PROBE = 8, 1024  # steps between two tries of a width that is not the present one
+TRUSTED_PROBE = 64  # the first of these while no time was a surprise
+PRICE = 10.0  # a try that loses the tokens of one step is made this many times more seldom
+FIRST_PRICE, LAST_PRICE = 8.0, 100.0  # limits of that: for the first try, if no time was a surprise, and for later ones
+PROBE_STEPS = 6  # of the best width with a draft, while the present one has none: promises are then out of date
+
+
+def widths_up_to(num_nodes: int, block_size: int) -> tuple[int, ...]:
+    """Return the widths that a server of N nodes has verify graphs for.
+
+    Args:
+        num_nodes: N, the widest.
+        block_size: F.
+
+    Returns:
+        Ascending: 1, F, the standard ones and N.
+    """
+    return tuple(sorted({n for n in (*STANDARD_WIDTHS, block_size) if n < num_nodes} | {num_nodes}))
+
+
+class Load(NamedTuple):
+    """What a step has to do, apart from its width.
+
+    Attributes:
+        bs: requests.
+        context: tokens before the step, of all requests together.
+        sampled: whether a request is not greedy. The sampler's time grows with the width.
+    """
+
+    bs: int
+    context: int
+    sampled: bool
+
+
+class Step(NamedTuple):
+    """A step as the device reports it.
+
+    Attributes:
+        load: of the step.
+        width: its N.
+        seconds: from the end of the step before to its end; None if something else ran between.
+        expected: by width, tokens per request that the drafter's probabilities promise, the bonus token included; None
+            if the step had no draft.
+        emitted: tokens per request; None if the step had no draft.
+    """
+
+    load: Load
+    width: int
+    seconds: float | None
+    expected: tuple[float, ...] | None = None
+    emitted: float | None = None
+
+
+class StepCosts:
+    """Seconds per step.
+
+    Args:
+        widths: N of every verify graph, ascending.
+        batch_sizes: of the graphs, ascending. A batch runs in the smallest one that holds it.
+        table: (batch size, width) -> seconds without context, and seconds per token of context. None: not measured.
+            Times are then guessed, and the first steps correct them.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        batch_sizes: Sequence[int],
+        table: dict[tuple[int, int], tuple[float, float]] | None = None,
+    ) -> None:
+        self.widths = tuple(widths)
+        self.batch_sizes = tuple(batch_sizes)
+        self.measured = table is not None
+        self.table = table or {
+            (bs, width): (1e-3 * (1.0 + (width > 1) * 0.3 + 0.01 * bs * width), 0.0)
+            for bs in batch_sizes
+            for width in widths
+        }
+        # (kind, width) -> how much longer steps take than the table says, and how many were timed
+        self._ratios: dict[tuple[Any, int], tuple[float, int]] = {}
+
+    def kind(self, load: Load) -> tuple[int, bool]:
+        """Return what steps of a load share their times with: those of the same graphs and the same sampler."""
+        at = bisect.bisect_left(self.batch_sizes, load.bs)
+        return self.batch_sizes[min(at, len(self.batch_sizes) - 1)], load.sampled
+
+    def seconds(self, load: Load, width: int) -> float:
+        """Return the expected time of a step."""
+        return self._from_table(load, width) * self._ratio(self.kind(load), width)
+
+    def _from_table(self, load: Load, width: int) -> float:
+        bs = self.kind(load)[0]
+        fixed, per_token = self.table[bs, width]
+        # Batches beyond the largest graph: in proportion.
+        return max(1.0, load.bs / bs) * fixed + load.context * per_token
+
+    def _ratio(self, kind: tuple[int, bool], width: int) -> float:
+        if (kind, width) in self._ratios:
+            return self._ratios[kind, width][0]
+        # A width without times: as the others of its kind, or as all kinds. What they share is the host and the card.
+        of_kind = [ratio for (other, _), (ratio, _) in self._ratios.items() if other == kind]
+        known = of_kind or [ratio for ratio, _ in self._ratios.values()]
+        return sum(known) / len(known) if known else 1.0
+
+    def timed(self, load: Load, width: int) -> bool:
+        """Return whether a step like this was timed."""
+        return (self.kind(load), width) in self._ratios
+
+    def observe(self, load: Load, width: int, seconds: float) -> bool:
+        """Take in the time of a step.
+
+        Args:
+            load: of the step.
+            width: its N.
+            seconds: it took.
+
+        Returns:
+            Whether the time was a surprise.
+        """
+        kind = self.kind(load)
+        expected, (ratio, count) = self._from_table(load, width), self._ratios.get((kind, width), (0.0, 0))
+        before = expected * self._ratio(kind, width)
+        doubtful = not self.measured and count == 0
+        if not doubtful and not before / OUTLIER < seconds < before * OUTLIER:
+            if count < 3:  # the table may be that wrong
+                self._ratios[kind, width] = seconds / expected, count + 1
+                return True
+            seconds = min(max(seconds, before / OUTLIER), before * OUTLIER)
+        weight = max(RATE_OF_COSTS, 1.0 / (count + 1))
+        self._ratios[kind, width] = ratio + weight * (seconds / expected - ratio), count + 1
+        return abs(seconds / before - 1.0) > SURPRISE
+
+
+@dataclass
+class _Kind:
+    """What the budget remembers of one kind of load.
+
+    Attributes:
+        width: the present choice.
+        steps: of this kind so far.
+        due: by width, the step at which it is tried next, and the steps until the try after that.
+        surprises: times in a row that were one.
+        doubtful: whether the table's times were found to be wrong.
+        probe, left: a width that is being tried, and for how many steps more.
+    """
+
+    width: int
+    steps: int = 0
+    due: dict[int, tuple[int, int]] = field(default_factory=dict)
+    surprises: int = 0
+    doubtful: bool = False
+    probe: int = 0
+    left: int = 0
+
+
+class Budget:
+    """Chooses the width of each step. Call choose() before a step, and observe() when its report comes in.
+
+    Args:
+        costs: of steps.
+        probes: whether to try widths other than the best one now and then. Without, times are never corrected that the
+            choices do not produce.
+    """
+
+    def __init__(self, costs: StepCosts, *, probes: bool = True) -> None:
+        self.costs = costs
+        self.widths = costs.widths
+        self.probes = probes
+        # Tokens per step and request by width. Before the first draft: an average drafter's.
+        self.expected = [1.0 + 1.5 * (1.0 - 1.0 / width**0.5) for width in self.widths]
+        self._kinds: dict[tuple[int, bool], _Kind] = {}
+        # Steps with a draft, and means over the last of them: tokens that they promised and emitted, per request.
+        self._drafts, self._promised, self._emitted = 0, 1.0, 1.0
+
+    # ---- before a step ----
+
+    def choose(self, load: Load) -> int:
+        """Return the width of the next step.
+
+        Args:
+            load: of the step.
+
+        Returns:
+            One of the widths.
+        """
+        rates = {width: self.rate(load, width) for width in self.widths}
+        best = max(rates, key=rates.__getitem__)
+        kind = self._kinds.setdefault(self.costs.kind(load), _Kind(best))
+        if rates[best] > (1.0 + HYSTERESIS) * rates[kind.width]:
+            kind.width = best
+        kind.steps += 1
+        width = kind.width
+        if self.probes:
+            width = self._probe(kind, load) or width
+        return width
+
+    def rate(self, load: Load, width: int) -> float:
+        """Return the expected tokens per second of a step."""
+        return load.bs * self.tokens(width) / self.costs.seconds(load, width)
+
+    def tokens(self, width: int) -> float:
+        """Return the expected tokens per step and request."""
+        promised = self.expected[self.widths.index(width)] - 1.0
+        return 1.0 + promised * (1.0 if width == 1 else self.trust)
+
+    @property
+    def trust(self) -> float:
+        """Accepted nodes over expected ones, of the last steps: what depth and rank leave unexplained."""
+        return min(2.0, max(0.1, (self._emitted - 1.0 + 0.1) / (self._promised - 1.0 + 0.1)))
+
+    @property
+    def calibration_error(self) -> float:
+        """|promised - emitted| / emitted tokens per step, of the last steps with a draft. 0 before the first."""
+        return abs(self._promised - self._emitted) / self._emitted
+
+    def _probe(self, kind: _Kind, load: Load) -> int | None:
+        """Return a width that is due to be tried, if one is."""
+        if kind.left:
+            kind.left -= 1
+            return kind.probe
+        trusted = self.costs.measured and not kind.doubtful
+        first = TRUSTED_PROBE if trusted else FIRST_PROBE
+        for i, width in enumerate(self.widths):
+            if width not in kind.due:
+                at = first * (min(FIRST_PRICE, self._price(load, kind.width, width)) if trusted else 1.0)
+                # Not all at once.
+                kind.due[width] = kind.steps + int(at) + (i * first) // len(self.widths), first
+        for width, (at, wait) in kind.due.items():
+            if width != kind.width and kind.steps >= at:
+                wait, price = min(2 * wait, LAST_PROBE), self._price(load, kind.width, width)
+                kind.due[width] = kind.steps + int(wait * min(LAST_PRICE, price)), wait
+                drafted = [other for other in self.widths if other > 1]
+                if kind.width == 1 and width == max(drafted, key=lambda other: self.rate(load, other)):
+                    kind.probe, kind.left = width, PROBE_STEPS - 1
+                return width
+        return None
+
+    def _price(self, load: Load, present: int, width: int) -> float:
+        """Return how much more seldom to try a width than one that is as good as the present one."""
+        lost = 1.0 - self.rate(load, width) / self.rate(load, present)
+        longer = self.costs.seconds(load, width) / self.costs.seconds(load, present)
+        return 1.0 + PRICE * max(0.0, lost) * longer
+
+    # ---- after a step ----
+
+    def observe(self, step: Step) -> None:
+        """Take in what the device reports of a step."""
+        if step.expected is not None and step.emitted is not None:
+            self._drafts += 1
+            weight = max(RATE_OF_TRUST, 1.0 / self._drafts)
+            promised = step.expected[self.widths.index(step.width)]
+            self._promised += weight * (promised - self._promised)
+            self._emitted += weight * (step.emitted - self._emitted)
+            weight = 1.0 if self._drafts == 1 else min(1.0, RATE_OF_PROMISES * min(step.load.bs, 4))
+            self.expected = [old + weight * (new - old) for old, new in zip(self.expected, step.expected)]
+        kind = self._kinds.get(self.costs.kind(step.load))
+        if step.seconds is None or kind is None:
+            return
+        first = not self.costs.timed(step.load, step.width)
+        surprised = self.costs.observe(step.load, step.width, step.seconds)
+        kind.surprises = kind.surprises + 1 if surprised else 0
+        if surprised and (first or kind.surprises == 2):  # otherwise one alone is noise
+            kind.due, kind.doubtful = {}, True
+

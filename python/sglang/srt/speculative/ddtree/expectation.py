@@ -1,0 +1,295 @@
+"""What a draft promises, and whether it was kept: computed on the device, in the graphs that build and accept trees.
+
+A kernel at the end of the draft graph sums the calibrated probabilities of the nodes of each width: the tokens that a
+verify of this width is expected to emit. A kernel in the commit graph counts, by depth and rank, which nodes were tested
+and accepted. The host reads both late and sends back the factors that Calibration makes of the counts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from sgl_kernel.ddtree import Accepted, DraftTrees, ancestor_mask
+from sglang.srt.speculative.ddtree.heads import Candidates
+
+FIXED_POINT = 1 << 16  # sums of integers do not depend on their order, so all ranks find the same
+
+
+class Expectation:
+    """The device's side of the budget.
+
+    Args:
+        widths: N of every verify, ascending.
+        max_requests: most requests of a step.
+        block_size: F.
+        num_candidates: K.
+        device: of the trees.
+    """
+
+    def __init__(
+        self,
+        *,
+        widths: tuple[int, ...],
+        max_requests: int,
+        block_size: int,
+        num_candidates: int,
+        device: torch.device | str,
+    ) -> None:
+        self.widths = widths
+        shape = (block_size - 1, num_candidates)
+        # By depth - 1 and rank, for the conditional probabilities.
+        self.factors = torch.ones(shape, dtype=torch.float32, device=device)
+        # Expected acceptances in fixed point, and acceptances, by depth - 1 and rank, since the start.
+        self.totals = torch.zeros((2, *shape), dtype=torch.int64, device=device)
+        # By request: the expected tokens of each width, and the emitted ones.
+        self.report = torch.zeros(max_requests, len(widths) + 1, dtype=torch.float32, device=device)
+        # By request and node: its rank among the candidates of its depth, and its conditional probability as drafted.
+        # Negative ranks: the root and padding.
+        self.ranks = torch.full((max_requests, widths[-1]), -1, dtype=torch.int32, device=device)
+        self.probabilities = torch.zeros(max_requests, widths[-1], dtype=torch.float32, device=device)
+        self._widths = torch.tensor(widths, dtype=torch.int32, device=device)
+
+    def predict(self, trees: DraftTrees, candidates: Candidates) -> None:
+        """Write ranks, probabilities, and the expected tokens of the report.
+
+        Args:
+            trees: that were built from the candidates, of the widest N.
+            candidates: marginals or pairs.
+        """
+        bs = trees.tokens.shape[0]
+        run = _predict_on_card if trees.tokens.is_cuda else _predict
+        run(
+            trees,
+            candidates,
+            self.factors,
+            self._widths,
+            self.ranks[:bs],
+            self.probabilities[:bs],
+            self.report[:bs],
+        )
+
+    def count(self, trees: DraftTrees, accepted: Accepted, rows: torch.Tensor, num_nodes: int) -> None:
+        """Add a step to the totals, and write its emitted tokens to the report.
+
+        Args:
+            trees: of predict(), of the widest N.
+            accepted: of the step.
+            rows: [bs] the requests' rows of the slot table. Row 0 is padding.
+            num_nodes: N of the step.
+        """
+        bs = rows.numel()
+        run = _count_on_card if rows.is_cuda else _count
+        run(trees, accepted, rows, num_nodes, self.ranks[:bs], self.probabilities[:bs], self.totals, self.report[:bs])
+
+
+def _predict(
+    trees: DraftTrees,
+    candidates: Candidates,
+    factors: torch.Tensor,
+    widths: torch.Tensor,
+    ranks: torch.Tensor,
+    probabilities: torch.Tensor,
+    report: torch.Tensor,
+) -> None:
+    """Expectation.predict() in torch."""
+    bs, num_nodes = trees.tokens.shape
+    at = (trees.depths.long() - 1).clamp(min=0)
+    request = torch.arange(bs, device=at.device)[:, None]
+    node = torch.arange(num_nodes, device=at.device)
+    drafted = (node > 0) & (node < trees.sizes[:, None])
+    rank = (candidates.tokens[request, at] == trees.tokens[..., None]).long().argmax(-1)
+    where = request, at, rank
+    if candidates.log_probs.dim() == 4:
+        parent = trees.parents.long().clamp(min=0)
+        where = request, at, torch.where(at > 0, rank.gather(1, parent), 0), rank
+    log_probability = candidates.log_probs[where]
+    if candidates.log_sum is not None:
+        log_probability = log_probability - candidates.log_sum[request, at]
+    probability = torch.where(drafted, log_probability.exp(), 0.0)
+    ranks.copy_(torch.where(drafted, rank, -1))
+    probabilities.copy_(probability)
+    calibrated = (probability * factors[at, rank]).clamp(1e-9, 1.0).log()
+    calibrated = torch.where(drafted, calibrated, 0.0)
+    on_path = ancestor_mask(trees.ancestors, num_nodes).float()  # [bs, node, ancestor]
+    accepted = torch.where(drafted, (on_path @ calibrated[..., None])[..., 0].exp(), 0.0)
+    report[:, :-1] = 1.0 + accepted.cumsum(1)[:, widths.long() - 1]
+
+
+def _count(
+    trees: DraftTrees,
+    accepted: Accepted,
+    rows: torch.Tensor,
+    num_nodes: int,
+    ranks: torch.Tensor,
+    probabilities: torch.Tensor,
+    totals: torch.Tensor,
+    report: torch.Tensor,
+) -> None:
+    """Expectation.count() in torch."""
+    depths = trees.depths.long()
+    node = torch.arange(depths.shape[1], device=depths.device)
+    drafted = (ranks >= 0) & (node < num_nodes) & (rows[:, None] > 0)
+    above = (depths - 1).clamp(min=0)
+    lengths = accepted.lengths[:, None]
+    tested = drafted & (above < lengths) & (accepted.path.gather(1, above) == trees.parents)
+    last = accepted.path.shape[1] - 1
+    kept = tested & (depths < lengths) & (accepted.path.gather(1, depths.clamp(max=last)) == node)
+    cells = above * totals.shape[2] + ranks.clamp(min=0)
+    fixed = (probabilities.clamp(max=1.0) * FIXED_POINT).round().long()
+    flat = totals.view(2, -1)
+    flat[0].scatter_add_(0, cells.flatten(), torch.where(tested, fixed, 0).flatten())
+    flat[1].scatter_add_(0, cells.flatten(), kept.long().flatten())
+    report[:, -1] = accepted.lengths
+
+
+def _predict_on_card(
+    trees: DraftTrees,
+    candidates: Candidates,
+    factors: torch.Tensor,
+    widths: torch.Tensor,
+    ranks: torch.Tensor,
+    probabilities: torch.Tensor,
+    report: torch.Tensor,
+) -> None:
+    """Expectation.predict() in one kernel."""
+    bs, num_nodes = trees.tokens.shape
+    has_sum = candidates.log_sum is not None
+    _predict_kernel[bs,](
+        trees.tokens, trees.parents, trees.depths, trees.ancestors, trees.sizes, candidates.tokens, candidates.log_probs,
+        candidates.log_sum if has_sum else candidates.log_probs, factors, widths, ranks, probabilities, report,
+        N=num_nodes, NODES=triton.next_power_of_2(num_nodes), WORDS=trees.ancestors.shape[2],
+        D=candidates.tokens.shape[1], K=candidates.tokens.shape[2], WIDTHS=widths.numel(), HAS_SUM=has_sum,
+        PAIRS=candidates.log_probs.dim() == 4, num_warps=4,
+    )  # fmt: skip
+
+
+def _count_on_card(
+    trees: DraftTrees,
+    accepted: Accepted,
+    rows: torch.Tensor,
+    num_nodes: int,
+    ranks: torch.Tensor,
+    probabilities: torch.Tensor,
+    totals: torch.Tensor,
+    report: torch.Tensor,
+) -> None:
+    """Expectation.count() in one kernel."""
+    width = trees.tokens.shape[1]
+    _count_kernel[rows.numel(),](
+        trees.parents, trees.depths, accepted.path, accepted.lengths, rows, ranks, probabilities, totals, report,
+        num_nodes, N=width, NODES=triton.next_power_of_2(width), F=accepted.path.shape[1], K=totals.shape[2],
+        CELLS=totals[0].numel(), COLUMNS=report.shape[1], SCALE=FIXED_POINT, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _predict_kernel(  # type: ignore[no-untyped-def]
+    tokens,
+    parents,
+    depths,
+    ancestors,
+    sizes,
+    candidates,
+    log_probs,
+    log_sum,
+    factors,
+    widths,
+    ranks,
+    probabilities,
+    report,
+    N: tl.constexpr,
+    NODES: tl.constexpr,
+    WORDS: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    HAS_SUM: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    node = tl.arange(0, NODES)
+    here = node < N
+    token = tl.load(tokens + row * N + node, mask=here, other=-1)
+    depth = tl.load(depths + row * N + node, mask=here, other=0)
+    drafted = (node > 0) & (node < tl.load(sizes + row))
+    at = tl.where(drafted, depth - 1, 0)
+    position = row * D + at
+    rank = tl.full([NODES], -1, tl.int32)
+    for i in tl.static_range(K):
+        found = drafted & (tl.load(candidates + position * K + i, mask=drafted, other=-2) == token)
+        rank = tl.where(found, i, rank)
+    tl.store(ranks + row * N + node, rank, mask=here)
+    where = position * K + tl.maximum(rank, 0)
+    if PAIRS:
+        tl.debug_barrier()  # other threads of this program stored the parents' ranks
+        deep = drafted & (at > 0)
+        parent = tl.load(parents + row * N + node, mask=deep, other=0)
+        of_parent = tl.load(ranks + row * N + parent, mask=deep, other=0)
+        where = (position * K + of_parent) * K + tl.maximum(rank, 0)
+    log_probability = tl.load(log_probs + where, mask=drafted, other=-float("inf"))
+    if HAS_SUM:
+        log_probability -= tl.load(log_sum + position, mask=drafted, other=0.0)
+    probability = tl.where(drafted, tl.exp(log_probability), 0.0)
+    tl.store(probabilities + row * N + node, probability, mask=here)
+    factor = tl.load(factors + at * K + tl.maximum(rank, 0), mask=drafted, other=1.0)
+    calibrated = tl.log(tl.minimum(tl.maximum(probability * factor, 1e-9), 1.0))
+    calibrated = tl.where(drafted, calibrated, 0.0)
+    if WORDS == 1:
+        bits = tl.load(ancestors + row * N + node, mask=here, other=0)
+        on_path = ((bits[:, None] >> node[None, :].to(tl.int64)) & 1) == 1
+        total = tl.sum(tl.where(on_path, calibrated[None, :], 0.0), axis=1)
+    else:  # such a tile would not fit the registers
+        total = tl.zeros([NODES], tl.float32)
+        for word in tl.static_range(WORDS):
+            bits = tl.load(ancestors + (row * N + node) * WORDS + word, mask=here, other=0)
+            for bit in range(64):
+                of_ancestor = tl.sum(tl.where(node == 64 * word + bit, calibrated, 0.0), axis=0)
+                total += tl.where(((bits >> bit) & 1) == 1, of_ancestor, 0.0)
+    kept = tl.where(drafted, tl.exp(total), 0.0)
+    for i in tl.static_range(WIDTHS):
+        width = tl.load(widths + i)
+        expected = 1.0 + tl.sum(tl.where(node < width, kept, 0.0), axis=0)
+        tl.store(report + row * (WIDTHS + 1) + i, expected)
+
+
+@triton.jit
+def _count_kernel(  # type: ignore[no-untyped-def]
+    parents,
+    depths,
+    path,
+    lengths,
+    rows,
+    ranks,
+    probabilities,
+    totals,
+    report,
+    num_nodes,
+    N: tl.constexpr,
+    NODES: tl.constexpr,
+    F: tl.constexpr,
+    K: tl.constexpr,
+    CELLS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    node = tl.arange(0, NODES)
+    here = node < N
+    rank = tl.load(ranks + row * N + node, mask=here, other=-1)
+    depth = tl.load(depths + row * N + node, mask=here, other=0)
+    parent = tl.load(parents + row * N + node, mask=here, other=-1)
+    length = tl.load(lengths + row)
+    counted = tl.where(tl.load(rows + row) > 0, num_nodes, 0)
+    drafted = here & (rank >= 0) & (node < counted)
+    above = tl.where(drafted, depth - 1, 0)
+    inside = drafted & (above < length)
+    tested = inside & (tl.load(path + row * F + above, mask=inside, other=-1) == parent)
+    reached = tested & (depth < length)
+    kept = reached & (tl.load(path + row * F + depth, mask=reached, other=-1) == node)
+    probability = tl.load(probabilities + row * N + node, mask=here, other=0.0)
+    fixed = (tl.minimum(probability, 1.0) * SCALE + 0.5).to(tl.int64)
+    cell = above * K + tl.maximum(rank, 0)
+    tl.atomic_add(totals + cell, fixed, mask=tested)
+    tl.atomic_add(totals + CELLS + cell, tl.full([NODES], 1, tl.int64), mask=kept)
+    tl.store(report + row * COLUMNS + COLUMNS - 1, length.to(tl.float32))

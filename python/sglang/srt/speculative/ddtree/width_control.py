@@ -1,0 +1,141 @@
+"""Gives the budget what the device reports of the steps, and the worker the budget's choices.
+
+Reports are read two steps late. By then the scheduler has read the answer of that step, so nothing waits, and every rank
+of a tensor-parallel server reads the same reports before the same choice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.speculative.ddtree.budget import Budget, Load, Step
+from sglang.srt.speculative.ddtree.calibration import Calibration
+from sglang.srt.speculative.ddtree.expectation import FIXED_POINT, Expectation
+
+LATE = 2  # steps
+READ_TOTALS_EVERY = 16  # steps
+
+
+@dataclass
+class _Slot:
+    """Where a step's report goes on the host.
+
+    Attributes:
+        report: [max_requests, widths + 1] float32, of Expectation.report.
+        totals: of Expectation.totals.
+        end: event on the device, or seconds on a CPU.
+    """
+
+    report: torch.Tensor
+    totals: torch.Tensor
+    end: Any
+
+
+@dataclass
+class _Pending:
+    """A step whose report is not read yet."""
+
+    load: Load
+    width: int
+    slot: _Slot
+    before: _Slot | None  # of the step before, if nothing else ran between
+    has_totals: bool
+
+
+class WidthControl:
+    """Chooses the width of each step: choose(), then the step, then finish().
+
+    Args:
+        budget: makes the choices.
+        expectation: the device's side.
+        refines_costs: whether the steps' own times refine the costs. Not under tensor parallelism, where each rank would
+            find other times and choose other widths.
+        on_step: called with each step that is read, and the number of it.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        expectation: Expectation,
+        *,
+        refines_costs: bool,
+        on_step: Callable[[Step], None] = lambda step: None,
+    ) -> None:
+        self.budget = budget
+        self.expectation = expectation
+        self.refines_costs = refines_costs
+        self.on_step = on_step
+        self.calibration = Calibration(*expectation.factors.shape)
+        self._on_card = expectation.report.is_cuda
+        self._slots = [self._new_slot() for _ in range(LATE + 2)]
+        self._factors = torch.empty(expectation.factors.shape, pin_memory=self._on_card)
+        self._pending: deque[_Pending] = deque()
+        self._steps = 0
+        self._before: _Slot | None = None
+
+    def _new_slot(self) -> _Slot:
+        def host(like: torch.Tensor) -> torch.Tensor:
+            return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._on_card)
+
+        end = torch.cuda.Event(enable_timing=True) if self._on_card else 0.0
+        return _Slot(host(self.expectation.report), host(self.expectation.totals), end)
+
+    def choose(self, load: Load) -> int:
+        """Return the width of the next step, after reading the reports that are due."""
+        while len(self._pending) >= LATE:
+            step = self._read(self._pending.popleft())
+            self.budget.observe(step)
+            self.on_step(step)
+        width = self.budget.choose(load)
+        self._next = load, width
+        return width
+
+    def finish(self) -> None:
+        """Start the copies of the step's report. Call it when accept and commit are launched."""
+        load, width = self._next
+        slot = self._slots[self._steps % len(self._slots)]
+        self._steps += 1
+        has_totals = self._steps % READ_TOTALS_EVERY == 0
+        if width > 1:
+            slot.report[: load.bs].copy_(self.expectation.report[: load.bs], non_blocking=True)
+        if has_totals:
+            slot.totals.copy_(self.expectation.totals, non_blocking=True)
+        if self._on_card:
+            slot.end.record()
+        else:
+            slot.end = time.perf_counter()
+        self._pending.append(_Pending(load, width, slot, self._before, has_totals))
+        self._before = slot
+
+    def interrupt(self) -> None:
+        """Note that something else than a decode step runs now."""
+        self._before = None
+
+    def _read(self, pending: _Pending) -> Step:
+        slot, load = pending.slot, pending.load
+        if self._on_card:
+            slot.end.synchronize()
+        seconds = expected = emitted = None
+        if pending.before is not None and self.refines_costs:
+            if self._on_card:
+                seconds = pending.before.end.elapsed_time(slot.end) / 1e3
+            else:
+                seconds = slot.end - pending.before.end
+        if pending.width > 1:
+            *expected, emitted = slot.report[: load.bs].mean(0).tolist()
+            expected = tuple(expected)
+        if pending.has_totals:
+            self._calibrate(slot.totals)
+        return Step(load, pending.width, seconds, expected, emitted)
+
+    def _calibrate(self, totals: torch.Tensor) -> None:
+        counts = totals.double()
+        counts[0] /= FIXED_POINT
+        factors = self.calibration.read(counts.flatten().tolist())
+        self._factors.view(-1).copy_(torch.tensor(factors))
+        self.expectation.factors.copy_(self._factors, non_blocking=True)

@@ -1,0 +1,145 @@
+"""DDTREE with `--speculative-ddtree-budget auto`: answers stay exact while the widths of the trees change."""
+
+import itertools
+import unittest
+
+import torch
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+from support.cases import DDTreeCase
+from support.jobs import answer_twice, greedy, sample
+from support.penalties import answer_with_penalties
+from support.processes import run_engine
+from support.prompts import PROMPTS
+from support.sampling import SamplingCheck
+
+register_cpu_ci(est_time=150, suite="e2e")
+
+
+class Auto:
+    """A job on an engine with the budget auto.
+
+    Args:
+        job: to run.
+        cycle: whether each step takes another width than the step before, in place of the budget's choices.
+
+    Returns:
+        What the job returns, and the width of every step.
+    """
+
+    def __init__(self, job, cycle=True):
+        self.job, self.cycle = job, cycle
+
+    def __call__(self, engine, *args):
+        budget, widths = engine.scheduler.draft_worker.control.budget, []
+        turn, choose = itertools.cycle(budget.widths), budget.choose
+
+        def watched(load):
+            widths.append(next(turn) if self.cycle else choose(load))
+            return widths[-1]
+
+        budget.choose = watched
+        return self.job(engine, *args), widths
+
+
+class BudgetCase(DDTreeCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.tree = cls.tree | {"speculative_ddtree_budget": "auto"}
+
+    def changes(self, widths):
+        return sum(a != b for a, b in zip(widths, widths[1:]))
+
+
+class TestGreedy(BudgetCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.expected = run_engine(cls.plain, greedy).outputs
+
+    def check(self, cycle, **arguments):
+        found, widths = run_engine(self.tree | arguments, Auto(greedy, cycle))
+        self.assertEqual(found.outputs, self.expected)
+        self.assertEqual(*found.free_slots, "KV slots leaked")
+        return found, widths
+
+    def test_every_width_in_turn(self):
+        found, widths = self.check(cycle=True)
+        self.assertEqual(set(widths), {1, 8, 16, 24, 32, 48, 64})
+        self.assertEqual(self.changes(widths), len(widths) - 1)
+        self.assertGreater(found.accepted, 20)
+
+    def test_in_pages(self):
+        self.check(cycle=True, page_size=16, speculative_num_draft_tokens=20)
+
+    def test_a_tree_of_several_words(self):
+        _, widths = self.check(cycle=True, speculative_num_draft_tokens=130, speculative_eagle_topk=12)
+        self.assertIn(130, widths)
+
+    def test_keep_top1_path(self):
+        self.check(cycle=True, speculative_ddtree_top1_path="keep")
+
+    def test_its_own_choices(self):
+        """It tries other widths than its choice, and none that it has no graph for."""
+        _, widths = self.check(cycle=False)
+        self.assertGreater(self.changes(widths), 2)
+        self.assertLessEqual(set(widths), {1, 8, 16, 24, 32, 48, 64})
+
+    def test_penalties(self):
+        expected = run_engine(self.plain | {"disable_overlap_schedule": True}, answer_with_penalties)
+        found, _ = run_engine(self.tree, Auto(answer_with_penalties))
+        self.assertEqual(found[0], expected[0])
+
+    def test_radix_cache(self):
+        """The cache holds the KV of steps of every width, also the drafter's."""
+        (answer, second, cached), _ = run_engine(self.tree, Auto(answer_twice))
+        self.assertGreater(cached, len(PROMPTS[4]) + 10, "the answer's KV was not in the cache")
+        self.assertEqual(run_engine(self.plain, answer_twice)[0], answer)
+        self.assertEqual(second[:10], answer[30:])
+
+
+class TestSampling(SamplingCheck, BudgetCase):
+    def test_every_width_in_turn(self):
+        options = dict(temperature=1.0)
+        answers, widths = run_engine(self.tree, Auto(sample), self.prompt, self.count, options)
+        self.assertEqual(set(widths), {1, 8, 16, 24, 32, 48, 64})
+        self.assertLess(self.statistic(answers, self.exact(**options)), 1.0)
+
+    def test_its_own_choices(self):
+        options = dict(temperature=1.5, top_p=0.7)
+        arguments = self.tree | {"skip_tokenizer_init": False}
+        answers, widths = run_engine(arguments, Auto(sample, cycle=False), self.prompt, self.count, options)
+        self.assertGreater(len(set(widths)), 1)
+        self.assertLess(self.statistic(answers, self.exact(**options)), 1.0)
+
+
+def state_of_the_drafter(engine):
+    """The drafter's KV of the committed tokens of one greedy answer, and the tokens."""
+    (request,) = engine.generate([PROMPTS[2]], temperature=0, max_new_tokens=24, ignore_eos=True)
+    worker = engine.scheduler.draft_worker
+    tokens = [*PROMPTS[2], *list(request.output_ids)[:24]]
+    match = engine.generate([tokens], temperature=0, max_new_tokens=1)[0]
+    del match
+    pool = worker.draft_model_runner.token_to_kv_pool
+    return tokens, [buffer.abs().sum().item() for buffer in (*pool.k_buffer, *pool.v_buffer)]
+
+
+class TestDrafter(BudgetCase, CustomTestCase):
+    def test_its_kv_follows_without_a_draft(self):
+        """After steps of width 1 alone, a draft accepts as many tokens as after steps with drafts."""
+
+        class Phases(Auto):
+            def __call__(self, engine, first):
+                budget, steps = engine.scheduler.draft_worker.control.budget, itertools.count()
+                budget.choose = lambda load: first if next(steps) < 20 else 32
+                requests = engine.generate(PROMPTS, temperature=0, max_new_tokens=60, ignore_eos=True)
+                return sum(request.spec_num_correct_drafts for request in requests)
+
+        plain_first = run_engine(self.tree, Phases(None), 1)
+        torch.manual_seed(0)
+        self.assertGreater(plain_first, 60)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,249 @@
+"""The budget on a simulated card: what it converges to, and how fast."""
+
+import random
+import unittest
+
+from sglang.srt.speculative.ddtree.budget import Budget, Load, Step, StepCosts, widths_up_to
+from sglang.srt.speculative.ddtree.calibration import Calibration
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+register_cpu_ci(est_time=15, suite="unit")
+
+WIDTHS = (1, 12, 16, 24, 32, 48, 64)
+BATCHES = (1, 2, 4, 8, 16, 32)
+LATE = 2  # steps until a report is read
+
+
+def card(bs, width):
+    """Milliseconds of a step: like an 8B model on an H200. It is bound by bandwidth, then by arithmetic."""
+    draft = 0.0 if width == 1 else 0.9
+    return 4.9 + draft + max(0.0, bs * width - 40) * 0.021 + 0.02 * bs
+
+
+TABLE = {(bs, width): (1e-3 * card(bs, width), 1e-8) for bs in BATCHES for width in WIDTHS}
+
+
+class Simulation:
+    """A server: a card with its own times, and a drafter that promises more than the target accepts.
+
+    Args:
+        table: times that the budget starts from; None: it measured none.
+        kept: accepted nodes over promised ones.
+        noise: spread of times and accept lengths.
+    """
+
+    def __init__(self, table=TABLE, *, kept=1.0, noise=0.03, sampled=False, probes=True):
+        self.costs = StepCosts(WIDTHS, BATCHES, table and dict(table))
+        self.budget = Budget(self.costs, probes=probes)
+        self.kept, self.noise, self.sampled = kept, noise, sampled
+        self.random = random.Random(1)
+        self.pending, self.log = [], []
+
+    def promised(self, width):
+        return 1.0 + 1.9 * (1.0 - width**-0.45)
+
+    def emitted(self, width):
+        return 1.0 + self.kept * (self.promised(width) - 1.0)
+
+    def seconds(self, bs, width):
+        return 1e-3 * card(bs, width)
+
+    def rate(self, bs, width):
+        return bs * self.emitted(width) / self.seconds(bs, width)
+
+    def best(self, bs):
+        return max(self.rate(bs, width) for width in WIDTHS)
+
+    def run(self, bs, steps, context=2000):
+        """Runs steps; returns the widths chosen."""
+        widths = []
+        for _ in range(steps):
+            while len(self.pending) >= LATE:
+                step = self.pending.pop(0)
+                self.budget.observe(step)
+                self.log.append(step)
+            load = Load(bs, bs * context, self.sampled)
+            width = self.budget.choose(load)
+            self.log.append((load, width))
+            widths.append(width)
+            noisy = lambda value: value * (1.0 + self.noise * self.random.gauss(0, 1))  # noqa: E731
+            expected = emitted = None
+            if width > 1:
+                expected = tuple(noisy(self.promised(n)) if n > 1 else 1.0 for n in WIDTHS)
+                emitted = max(1.0, self.emitted(width) + self.random.gauss(0, 1.0) / bs**0.5)
+            self.pending.append(Step(load, width, noisy(self.seconds(bs, width)), expected, emitted))
+        return widths
+
+    def efficiency(self, bs, widths):
+        """Tokens per second of these steps, over those of the best single width."""
+        tokens = sum(bs * self.emitted(width) for width in widths)
+        return tokens / sum(self.seconds(bs, width) for width in widths) / self.best(bs)
+
+
+class TestBudget(CustomTestCase):
+    def test_it_is_as_fast_as_the_best_width(self):
+        for bs in BATCHES:
+            for kept in (0.2, 0.6, 1.0, 1.3):
+                with self.subTest(bs=bs, kept=kept):
+                    server = Simulation(kept=kept)
+                    server.run(bs, 200)
+                    self.assertGreater(server.efficiency(bs, server.run(bs, 1500)), 0.98)
+
+    def test_wrong_times_are_corrected_within_200_steps(self):
+        generator = random.Random(7)
+        for trial in range(12):
+            table = {
+                key: (fixed * generator.choice((0.3, 0.6, 1.0, 1.7, 3.0)), slope)
+                for key, (fixed, slope) in TABLE.items()
+            }
+            for bs in (1, 8, 32):
+                with self.subTest(trial=trial, bs=bs):
+                    server = Simulation(table)
+                    server.run(bs, 200)
+                    self.assertGreater(server.efficiency(bs, server.run(bs, 300)), 0.95)
+                    self.assertGreater(server.rate(bs, self.present(server, bs)) / server.best(bs), 0.97)
+
+    def present(self, server, bs):
+        """The choice without probes."""
+        load = Load(bs, bs * 2000, server.sampled)
+        return max(WIDTHS, key=lambda width: server.budget.rate(load, width))
+
+    def test_without_times_it_finds_them_within_200_steps(self):
+        for bs in (1, 4, 32):
+            with self.subTest(bs=bs):
+                server = Simulation(None)
+                server.run(bs, 200)
+                self.assertGreater(server.rate(bs, self.present(server, bs)) / server.best(bs), 0.97)
+
+    def test_a_wrong_promise_is_corrected_within_200_steps(self):
+        """The drafter's probabilities promise five times what the target accepts."""
+        server = Simulation(kept=0.2)
+        server.run(1, 100, context=100)
+        self.assertGreater(server.rate(1, self.present(server, 1)) / server.best(1), 0.97)
+
+    def test_a_change_of_load_settles_within_20_steps(self):
+        server = Simulation(probes=False)
+        server.run(1, 300)
+        for bs in (32, 1, 16, 32, 1):
+            server.run(bs, 20)
+            widths = server.run(bs, 30)
+            with self.subTest(bs=bs):
+                self.assertGreater(server.efficiency(bs, widths), 0.98)
+                self.assertLessEqual(sum(a != b for a, b in zip(widths, widths[1:])), 2)
+
+    def test_it_does_not_flutter(self):
+        server = Simulation(probes=False, noise=0.05)
+        server.run(8, 200)
+        widths = server.run(8, 1000)
+        self.assertLess(sum(a != b for a, b in zip(widths, widths[1:])), 60)
+
+    def test_probes_become_rare(self):
+        server = Simulation()
+        server.run(4, 2000)
+        widths = server.run(4, 1000)
+        usual = max(set(widths), key=widths.count)
+        self.assertLess(sum(width != usual for width in widths), 100)
+        self.assertGreater(len(set(widths)), 2, "no other width is tried any more")
+
+    def test_the_same_reports_give_the_same_choices(self):
+        server = Simulation(noise=0.1)
+        for bs in (1, 32, 4, 1):
+            server.run(bs, 150)
+        replay = Budget(StepCosts(WIDTHS, BATCHES, dict(TABLE)))
+        choices = 0
+        for event in server.log:
+            if isinstance(event, Step):
+                replay.observe(event)
+            else:
+                load, width = event
+                self.assertEqual(replay.choose(load), width)
+                choices += 1
+        self.assertEqual(choices, 600)
+
+    def test_one_late_answer_is_no_reason_to_change(self):
+        """A step after a pause of the server seems to take a second."""
+        server = Simulation(probes=False, noise=0.0)
+        before = server.run(4, 100)[-1]
+        load = Load(4, 8000, False)
+        server.budget.observe(Step(load, before, 1.0, None, None))
+        self.assertEqual(server.run(4, 1), [before])
+
+    def test_sampling_has_its_own_times(self):
+        greedy, sampled = Load(4, 0, False), Load(4, 0, True)
+        costs = StepCosts(WIDTHS, BATCHES, dict(TABLE))
+        before = costs.seconds(greedy, 16)
+        for _ in range(20):
+            costs.observe(greedy, 16, before)
+            costs.observe(sampled, 16, 2 * before)
+        self.assertAlmostEqual(costs.seconds(greedy, 16), before)
+        self.assertAlmostEqual(costs.seconds(sampled, 16), 2 * before)
+        self.assertAlmostEqual(costs.seconds(sampled, 24), 2 * costs.seconds(greedy, 24))
+
+    def test_batches_between_and_beyond_the_graphs(self):
+        costs = StepCosts(WIDTHS, BATCHES, dict(TABLE))
+        self.assertEqual(costs.seconds(Load(5, 0, False), 16), costs.seconds(Load(8, 0, False), 16))
+        self.assertAlmostEqual(costs.seconds(Load(64, 0, False), 16), 2 * costs.seconds(Load(32, 0, False), 16))
+        self.assertGreater(costs.seconds(Load(5, 100_000, False), 16), costs.seconds(Load(5, 0, False), 16))
+
+    def test_widths(self):
+        self.assertEqual(widths_up_to(64, 12), (1, 12, 16, 24, 32, 48, 64))
+        self.assertEqual(widths_up_to(64, 16), (1, 16, 24, 32, 48, 64))
+        self.assertEqual(widths_up_to(20, 8), (1, 8, 16, 20))
+        self.assertEqual(widths_up_to(2, 2), (1, 2))
+        self.assertEqual(widths_up_to(130, 8), (1, 8, 16, 24, 32, 48, 64, 130))
+
+
+class TestCalibration(CustomTestCase):
+    """A drafter of depth 4 with 3 candidates. The target accepts a node at (depth, rank) this often."""
+
+    SHARES = [[0.5, 1.4, 0.9], [0.4, 1.0, 1.2], [0.3, 0.8, 1.0], [0.2, 0.6, 1.1]]
+
+    def test_it_converges_within_200_steps(self):
+        generator, calibration = random.Random(3), Calibration(4, 3)
+        expected, accepted = [0.0] * 12, [0.0] * 12
+        for step in range(200):
+            for depth in range(4):
+                probabilities = (0.5, 0.2, 0.1)
+                draw, found = generator.random(), None
+                for rank, probability in enumerate(probabilities):
+                    expected[3 * depth + rank] += probability
+                    draw -= probability * self.SHARES[depth][rank]
+                    if draw < 0 and found is None:
+                        found = rank
+                if found is None:
+                    break
+                accepted[3 * depth + found] += 1
+            if step % 16 == 15:
+                factors = calibration.read(expected + accepted)
+        promised = kept = 1.0
+        tokens = [1.0, 1.0]
+        for depth in range(4):
+            promised *= sum(p * f for p, f in zip((0.5, 0.2, 0.1), factors[3 * depth : 3 * depth + 3]))
+            kept *= sum(p * share for p, share in zip((0.5, 0.2, 0.1), self.SHARES[depth]))
+            tokens = [tokens[0] + promised, tokens[1] + kept]
+        self.assertLess(abs(tokens[0] / tokens[1] - 1.0), 0.08)
+        self.assertLess(factors[0], 0.75)
+        self.assertGreater(factors[1], 0.9)
+
+    def test_without_evidence_it_changes_nothing(self):
+        self.assertEqual(Calibration(2, 2).read([0.0] * 8), [1.0] * 4)
+
+    def test_little_evidence_follows_the_rank(self):
+        """Of rank 0, half of what was expected is accepted at depth 1. Nothing is known of depth 2."""
+        factors = Calibration(2, 2).read([1000.0, 0.0, 0.0, 0.0, 500.0, 0.0, 0.0, 0.0])
+        self.assertAlmostEqual(factors[0], 0.5, delta=0.01)
+        self.assertAlmostEqual(factors[2], 0.5, delta=0.01)
+        self.assertEqual((factors[1], factors[3]), (1.0, 1.0))
+
+    def test_it_forgets(self):
+        calibration, totals = Calibration(1, 1), [0.0, 0.0]
+        for share in (0.5, 1.5):
+            for _ in range(300):
+                totals = [totals[0] + 10.0, totals[1] + 10.0 * share]
+                (factor,) = calibration.read(totals)
+            self.assertAlmostEqual(factor, share, delta=0.02)
+
+
+if __name__ == "__main__":
+    unittest.main()
