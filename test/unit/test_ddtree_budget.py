@@ -183,7 +183,9 @@ class TestBudget(CustomTestCase):
     def test_batches_between_and_beyond_the_graphs(self):
         costs = StepCosts(WIDTHS, BATCHES, dict(TABLE))
         self.assertEqual(costs.seconds(Load(5, 0, False), 16), costs.seconds(Load(8, 0, False), 16))
-        self.assertAlmostEqual(costs.seconds(Load(64, 0, False), 16), 2 * costs.seconds(Load(32, 0, False), 16))
+        self.assertAlmostEqual(
+            costs.seconds(Load(64, 0, False), 16), 2 * costs.seconds(Load(32, 0, False), 16)
+        )
         self.assertGreater(costs.seconds(Load(5, 100_000, False), 16), costs.seconds(Load(5, 0, False), 16))
 
     def test_widths(self):

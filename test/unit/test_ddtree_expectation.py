@@ -47,7 +47,11 @@ class TestExpectation(CustomTestCase):
     def check(self, bs, block_size, num_candidates, widths, width, pairs=False):
         trees, candidates, accepted = step(bs, block_size, num_candidates, widths[-1], width, pairs)
         found = Expectation(
-            widths=widths, max_requests=bs + 1, block_size=block_size, num_candidates=num_candidates, device="cpu"
+            widths=widths,
+            max_requests=bs + 1,
+            block_size=block_size,
+            num_candidates=num_candidates,
+            device="cpu",
         )
         found.factors.uniform_(0.3, 1.5)
         rows = torch.arange(bs)  # the first is padding
@@ -65,10 +69,16 @@ class TestExpectation(CustomTestCase):
                 depth, parent = int(trees.depths[r, j]), int(trees.parents[r, j])
                 rank = candidates.tokens[r, depth - 1].tolist().index(int(trees.tokens[r, j]))
                 if pairs:
-                    above = candidates.tokens[r, depth - 2].tolist().index(int(trees.tokens[r, parent])) if parent else 0
+                    above = (
+                        candidates.tokens[r, depth - 2].tolist().index(int(trees.tokens[r, parent]))
+                        if parent
+                        else 0
+                    )
                     own = float(candidates.log_probs[r, depth - 1, above, rank].exp())
                 else:
-                    own = float((candidates.log_probs[r, depth - 1, rank] - candidates.log_sum[r, depth - 1]).exp())
+                    own = float(
+                        (candidates.log_probs[r, depth - 1, rank] - candidates.log_sum[r, depth - 1]).exp()
+                    )
                 share[j] = share[parent] * min(1.0, own * float(found.factors[depth - 1, rank]))
                 if r > 0 and j < width and parent in path:
                     counts[0, depth - 1, rank] += own
@@ -114,13 +124,23 @@ def compare_kernels():
         results = []
         for on_card in (False, True):
             found = Expectation(
-                widths=widths, max_requests=bs, block_size=block_size, num_candidates=num_candidates, device="cpu"
+                widths=widths,
+                max_requests=bs,
+                block_size=block_size,
+                num_candidates=num_candidates,
+                device="cpu",
             )
             found.factors.copy_(torch.linspace(0.3, 1.4, found.factors.numel()).view_as(found.factors))
             predict = expectation._predict_on_card if on_card else expectation._predict
             count = expectation._count_on_card if on_card else expectation._count
             predict(
-                trees, candidates, found.factors, found._widths, found.ranks, found.probabilities, found.report
+                trees,
+                candidates,
+                found.factors,
+                found._widths,
+                found.ranks,
+                found.probabilities,
+                found.report,
             )
             count(trees, accepted, rows, width, found.ranks, found.probabilities, found.totals, found.report)
             results.append(found)

@@ -141,7 +141,9 @@ class TreeVerifyMixin(AttentionBackend):
                 d_v=d_v,
                 device=device,
             )
-            for h_q, h_kv, d_qk, d_v in {layer_shape(layer) for layer in verify_layers(self.tree_runner.model)}
+            for h_q, h_kv, d_qk, d_v in {
+                layer_shape(layer) for layer in verify_layers(self.tree_runner.model)
+            }
         }
 
     def narrowed(self, num_nodes: int, graph_ancestors: torch.Tensor) -> Self:

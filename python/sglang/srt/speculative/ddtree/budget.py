@@ -22,14 +22,21 @@ STANDARD_WIDTHS = (1, 16, 24, 32, 48, 64)
 HYSTERESIS = 0.015  # another width must promise this much more than the present one
 RATE_OF_COSTS = 0.2  # weight of a new time in the mean of its kind
 RATE_OF_PROMISES = 0.08  # weight of a new step in the mean of what widths promise
-RATE_OF_TRUST = 0.02  # the same, in the means of promised and emitted tokens: these vary more from step to step
+RATE_OF_TRUST = (
+    0.02  # the same, in the means of promised and emitted tokens: these vary more from step to step
+)
 OUTLIER = 4.0  # a time further than this factor from the expected one was no step's: the server waited
 SURPRISE = 0.15  # a time this far from the expected one makes the other times of its kind doubtful
 FIRST_PROBE, LAST_PROBE = 8, 1024  # steps between two tries of a width that is not the present one
 TRUSTED_PROBE = 64  # the first of these while no time was a surprise
 PRICE = 10.0  # a try that loses the tokens of one step is made this many times more seldom
-FIRST_PRICE, LAST_PRICE = 8.0, 100.0  # limits of that: for the first try, if no time was a surprise, and for later ones
-PROBE_STEPS = 6  # of the best width with a draft, while the present one has none: promises are then out of date
+FIRST_PRICE, LAST_PRICE = (
+    8.0,
+    100.0,
+)  # limits of that: for the first try, if no time was a surprise, and for later ones
+PROBE_STEPS = (
+    6  # of the best width with a draft, while the present one has none: promises are then out of date
+)
 
 
 def widths_up_to(num_nodes: int, block_size: int) -> tuple[int, ...]:
@@ -287,4 +294,3 @@ class Budget:
         kind.surprises = kind.surprises + 1 if surprised else 0
         if surprised and (first or kind.surprises == 2):  # otherwise one alone is noise
             kind.due, kind.doubtful = {}, True
-

@@ -80,7 +80,16 @@ class Expectation:
         """
         bs = rows.numel()
         run = _count_on_card if rows.is_cuda else _count
-        run(trees, accepted, rows, num_nodes, self.ranks[:bs], self.probabilities[:bs], self.totals, self.report[:bs])
+        run(
+            trees,
+            accepted,
+            rows,
+            num_nodes,
+            self.ranks[:bs],
+            self.probabilities[:bs],
+            self.totals,
+            self.report[:bs],
+        )
 
 
 def _predict(

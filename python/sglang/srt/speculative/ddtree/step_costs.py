@@ -24,7 +24,16 @@ logger = logging.getLogger(__name__)
 SHORT, LONG = 128, 8192  # tokens of context that are measured; other contexts follow by a line
 WARM_UP_STEPS, STEPS = 1, 3
 # Fields of ServerArgs that the time of a step does not depend on, but that differ from run to run.
-INCIDENTAL = ("host", "port", "nccl_port", "dist_init_addr", "log_", "random_seed", "api_key", "served_model_name")
+INCIDENTAL = (
+    "host",
+    "port",
+    "nccl_port",
+    "dist_init_addr",
+    "log_",
+    "random_seed",
+    "api_key",
+    "served_model_name",
+)
 
 Table = dict[tuple[int, int], tuple[float, float]]
 
@@ -85,8 +94,12 @@ def measure(graphs: StepGraphs) -> Table:
     before = table.clone()
     found: Table = {}
     try:
-        for row in range(1, requests + 1):  # slots of different requests are different, as far as the pool goes
-            window = torch.arange(table.shape[1], device=table.device) + row * (contexts[1] + 2 * graphs.widths[-1])
+        for row in range(
+            1, requests + 1
+        ):  # slots of different requests are different, as far as the pool goes
+            window = torch.arange(table.shape[1], device=table.device) + row * (
+                contexts[1] + 2 * graphs.widths[-1]
+            )
             table[row] = (1 + window % max(1, slots - 1)).to(table.dtype)
         for bs in graphs.batch_sizes:
             rows = 1 + torch.arange(bs, device=table.device) % requests

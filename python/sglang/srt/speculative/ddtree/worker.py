@@ -400,9 +400,7 @@ class DDTreeWorker(DFlashWorkerV2):
         grammar_mask = self._grammar_mask(batch, grammar_tree, grammar_barrier)
         penalized = self.penalties.options(batch.reqs)
         if penalized is not None:
-            self.penalties.apply(
-                logits, penalized, info, batch.req_pool_indices, step.drafted(), positions
-            )
+            self.penalties.apply(logits, penalized, info, batch.req_pool_indices, step.drafted(), positions)
         constrain(logits, info, grammar_mask, num_nodes)
         target = target_tokens(
             logits,
