@@ -91,6 +91,10 @@ class TestDrafters(CustomTestCase):
         options = dict(attention_sink_bias=True, attention_value_scale=0.7)
         self.check(self.run_tree(self.variant(dflash_config=options, weights=sinks)))
 
+    def test_scaled_and_capped_logits(self):
+        options = dict(output_multiplier=0.3, final_logit_softcapping=2.0)
+        self.check(self.run_tree(self.variant(dflash_config=options)))
+
     def test_padded_vocabulary(self):
         self.check(self.run_tree(self.variant(vocab_size=1000)), drafts_differently=False)
 
@@ -103,6 +107,13 @@ class TestDrafters(CustomTestCase):
         own = {"embed_tokens.weight": weights["model.embed_tokens.weight"].clone()}
         found = self.run_tree(self.variant(weights=own), OwnEmbedding(greedy))
         self.check(found, drafts_differently=False)
+
+    def test_files_with_an_embedding_and_a_head(self):
+        """Both are the target's in training. As DFLASH does, DDTREE takes the target's."""
+        size = VOCABULARY, self.config["hidden_size"]
+        weights = {f"{name}.weight": torch.randn(size) for name in ("embed_tokens", "lm_head")}
+        drafter = self.variant(weights=weights, has_embed_tokens=True, has_lm_head=True)
+        self.check(self.run_tree(drafter), drafts_differently=False)
 
     def test_laguna(self):
         """A gate after the attention, and a norm for each target layer that the drafter reads."""

@@ -1,9 +1,7 @@
 """Which drafters are refused before any weights are read."""
 
-import http.server
 import json
 import tempfile
-import threading
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -13,6 +11,7 @@ from sglang.srt.speculative.ddtree import drafter, heads
 from sglang.srt.speculative.ddtree.domino import DominoHead
 from sglang.test.ci.ci_register import register_cpu_ci
 from support.ddtree_arguments import DRAFTER, MODEL, ArgumentsCase
+from support.hub import FakeHub
 from transformers import PretrainedConfig
 
 register_cpu_ci(est_time=20, suite="unit")
@@ -79,45 +78,10 @@ class TestPath(DrafterCase):
         self.refused("which does not exist", speculative_draft_model_path="./nothing", model_path=missing)
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does for repositories that one cannot read. The name of the repository says why."""
-
-    answers = {"gated": (403, "GatedRepo"), "missing": (401, "RepoNotFound"), "empty": (404, "EntryNotFound"),
-               "revision": (404, "RevisionNotFound"), "broken": (500, "")}  # fmt: skip
-    asked: list[str] = []
-
-    def do_HEAD(self):
-        self.asked.append(self.path)
-        status, code = self.answers[self.path.split("/")[2]]
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.end_headers()
-
-    def log_message(self, *args):
-        pass
-
-
 class TestHub(DrafterCase):
     def setUp(self):
         super().setUp()
-        server = http.server.HTTPServer(("127.0.0.1", 0), Hub)
-        self.addCleanup(server.server_close)
-        self.addCleanup(server.shutdown)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        self.cache = self.enterContext(
-            mock.patch("huggingface_hub.try_to_load_from_cache", return_value=None)
-        )
-        self.enterContext(
-            mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        )  # the suite runs offline
-        self.url = f"http://127.0.0.1:{server.server_port}"
-        self.enterContext(
-            mock.patch(
-                "huggingface_hub.hf_hub_url",
-                lambda name, file, revision: f"{self.url}/{name}/resolve/{revision or 'main'}/{file}",
-            )
-        )
-        Hub.asked.clear()
+        self.hub = FakeHub(self)
 
     def test_repositories_that_cannot_be_read(self):
         for name, text in (
@@ -128,8 +92,8 @@ class TestHub(DrafterCase):
         ):
             with self.subTest(name):
                 self.refused(text, speculative_draft_model_path=f"owner/{name}")
-                self.assertEqual([f"/owner/{name}/resolve/main/config.json"], Hub.asked)
-                Hub.asked.clear()
+                self.assertEqual([f"/owner/{name}/resolve/main/config.json"], self.hub.asked)
+                self.hub.asked.clear()
 
     def test_a_revision_that_is_not_there(self):
         self.refused(
@@ -138,13 +102,13 @@ class TestHub(DrafterCase):
         )  # fmt: skip
 
     def test_a_hub_that_does_not_answer(self):
-        self.url = "http://127.0.0.1:9"
+        self.hub.url = "http://127.0.0.1:9"
         self.refused("the hub cannot be asked (ConnectError", speculative_draft_model_path="owner/name")
 
     def test_a_cached_repository_needs_no_hub(self):
-        self.cache.return_value = str(self.drafter / "config.json")
+        self.hub.cache.return_value = str(self.drafter / "config.json")
         drafter.refuse_path(mock.Mock(speculative_draft_model_path="owner/name", model_path="x"))
-        self.assertEqual(Hub.asked, [])
+        self.assertEqual(self.hub.asked, [])
 
 
 class TestConfiguration(DrafterCase):
@@ -158,7 +122,7 @@ class TestConfiguration(DrafterCase):
         self.resolve()
         for changes in (
             dict(vocab_size=1024),
-            dict(vocab_size=16, draft_vocab_size=16),
+            dict(vocab_size=16, draft_vocab_size=16, has_lm_head=True, has_embed_tokens=True),
             dict(layer_types=["sliding_attention", "full_attention", "full_attention"], sliding_window=8,
                  use_sliding_window=True),
             NEMOTRON,
@@ -170,6 +134,7 @@ class TestConfiguration(DrafterCase):
     def test_another_kind(self):
         for architectures, advice in (
             (["LlamaForCausalLM"], "It is not a DFlash drafter."),
+            (["Qwen3DSparkModel"], "--speculative-algorithm DSPARK runs DSpark heads."),
             (["LlamaForCausalLMEagle3"], "--speculative-algorithm EAGLE or EAGLE3 runs EAGLE heads."),
             (None, "It is not a DFlash drafter."),
         ):
@@ -204,11 +169,10 @@ class TestConfiguration(DrafterCase):
             (dict(hidden_size=256), "hidden_size: expected 128, the target's, got 256"),
             (dict(vocab_size=1025), "vocab_size: expected at most 1024, the target's 16 and its padding, got 1025"),
             (dict(draft_vocab_size=8), "draft_vocab_size: expected none or vocab_size, which is 16, got 8"),
-            (dict(has_lm_head=True), "has_lm_head: expected a drafter that uses the target's LM head"),
-            (dict(has_embed_tokens=True), "has_embed_tokens: expected a drafter that uses the target's embedding"),
             (dict(hidden_act="gelu"), "hidden_act: expected one of ['silu', 'swigluoai'], got 'gelu'"),
             (dict(dflash_config=CONFIG | dict(attention_mode="mla")),
              "dflash_config.attention_mode: expected one of ['gqa', 'mha'], got 'mla'"),
+            (dict(kv_lora_rank=512), "kv_lora_rank: expected none, got 512"),
             (dict(layer_types=["linear_attention"] * 3),
              "layer_types: expected only full_attention and sliding_attention, got linear_attention"),
             (dict(layer_types=["sliding_attention"] * 3), "DFLASH sliding_attention layers require config.sliding_window"),

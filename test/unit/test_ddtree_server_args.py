@@ -194,6 +194,14 @@ class TestRefusals(ArgumentsCase):
             with self.subTest(flag):
                 self.refused(f"--{flag.replace('_', '-')}: expected", **{flag: value})
 
+    def test_a_draft_window_without_upstreams_warning(self):
+        name = "sglang.srt.arg_groups.speculative_hook"
+        with self.assertNoLogs(name, "WARNING"):
+            self.resolve(speculative_draft_window_size=64)
+        plain = dict(speculative_algorithm=None, speculative_draft_model_path=None)
+        with self.assertLogs(name, "WARNING"):
+            self.resolve(speculative_draft_window_size=64, **plain)
+
     def test_every_row_of_the_table_names_an_argument_and_serves_its_default(self):
         parser = argparse.ArgumentParser()
         ServerArgs.add_cli_args(parser)

@@ -38,13 +38,16 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
 )
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.ddtree.coverage import (
     MLA_SHAPE,
     applies_scales,
+    block_gaps,
+    draft_window_fault,
     has_window,
+    is_causal,
     layer_shape,
     not_covered,
     not_prefilled_by_torch,
@@ -64,11 +67,6 @@ logger = logging.getLogger(__name__)
 TOKENS_PER_COPY_BLOCK = (
     2048  # slots of a prefix that one thread block copies; upstream gives a request one block
 )
-
-
-def is_causal(layer: RadixAttention) -> bool:
-    """Return whether a position of a draft block sees only itself and those before it."""
-    return layer.attn_type == AttentionType.DECODER
 
 
 def chain_ancestors(num_nodes: int, causal: bool, device: torch.device | str) -> torch.Tensor:
@@ -634,19 +632,13 @@ def with_block_attention(
     """
     if type(backend) is not TritonAttnBackend:
         return backend
-    gaps = not_covered(runner)
-    # The tree ops count a window from a node's depth, which is the same at all positions of such a block.
-    if any(not is_causal(layer) and has_window(layer) for layer in verify_layers(runner.model)):
-        gaps.append("sliding windows in a draft block that is not causal")
+    gaps = not_covered(runner) + block_gaps(verify_layers(runner.model))
     if not gaps:
         return with_tree_verify(
             backend, runner, mode="native", num_nodes=block_size, draft_window=draft_window
         )
     if draft_window is not None:
-        raise ValueError(
-            "DDTREE: --speculative-draft-window-size: expected a drafter that the tree ops cover, got "
-            f"{'; '.join(gaps)}: leave the argument out."
-        )
+        raise ValueError(draft_window_fault(gaps))
     logger.warning("DDTREE drafts on Triton, because the tree ops do not cover %s.", "; ".join(gaps))
     wrapped = wrap(TritonDraftBackend, backend)
     wrapped.graph_prefix = runner.req_to_token_pool.req_to_token.shape[1]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sgl_kernel.ddtree import GQA_HEAD_SIZES, MLA_HEAD_SIZES
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -29,8 +30,13 @@ def layer_shape(layer: RadixAttention) -> tuple[int, int, int, int]:
     return layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
 
 
-def has_window(layer: RadixAttention) -> bool:
-    """Return whether a layer has a sliding window."""
+def is_causal(layer: Any) -> bool:
+    """Return whether a position of a draft block sees only itself and those before it. As has_window()."""
+    return layer.attn_type == AttentionType.DECODER
+
+
+def has_window(layer: Any) -> bool:
+    """Return whether a layer, or what describes one with the same attributes, has a sliding window."""
     return layer.sliding_window_size not in (None, -1)
 
 
@@ -59,6 +65,36 @@ def has_kernel(shape: tuple[int, int, int, int]) -> bool:
     return shape[1:] == MLA_SHAPE or (d_qk == d_v and d_qk in GQA_HEAD_SIZES)
 
 
+def attention_gaps(
+    shapes: Iterable[tuple[int, int, int, int]],
+    *,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
+    device: str,
+) -> list[str]:
+    """Name what the tree ops cannot do of attention.
+
+    Args:
+        shapes: of the layers, as layer_shape() has them.
+        dtype: of queries.
+        kv_cache_dtype: of the KV pool.
+        device: type of the device.
+
+    Returns:
+        One phrase per gap.
+    """
+    gaps = [
+        f"attention of (h_q, h_kv, d_qk, d_v) = {shape}"
+        for shape in sorted(set(shapes))
+        if not has_kernel(shape)
+    ]
+    if device == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+        gaps.append(f"queries in {dtype}")
+    if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
+        gaps.append(f"a KV cache in {kv_cache_dtype}")
+    return gaps
+
+
 def not_covered(runner: ModelRunner) -> list[str]:
     """Name what the tree ops cannot do of a model's attention.
 
@@ -69,22 +105,39 @@ def not_covered(runner: ModelRunner) -> list[str]:
         One phrase per gap; empty if the tree ops cover the model.
     """
     layers = verify_layers(runner.model)
-    gaps = [
-        f"attention of (h_q, h_kv, d_qk, d_v) = {shape}"
-        for shape in sorted({layer_shape(layer) for layer in layers if not has_kernel(layer_shape(layer))})
-    ]
+    gaps = attention_gaps(
+        map(layer_shape, layers),
+        dtype=runner.dtype,
+        kv_cache_dtype=runner.kv_cache_dtype,
+        device=torch.device(runner.device).type,
+    )
     if any(layer.xai_temperature_len > 0 for layer in layers):
         gaps.append("attention temperature by position")
-    on_cuda = torch.device(runner.device).type == "cuda"
-    if on_cuda and runner.dtype not in (torch.bfloat16, torch.float16):
-        gaps.append(f"queries in {runner.dtype}")
-    if runner.kv_cache_dtype not in (runner.dtype, torch.float8_e4m3fn):
-        gaps.append(f"a KV cache in {runner.kv_cache_dtype}")
     if any(is_scaled(layer) and not applies_scales(layer, runner.kv_cache_dtype) for layer in layers):
         gaps.append(
             f"scales of K and V other than 1 with this attention and a KV cache in {runner.kv_cache_dtype}"
         )
     return gaps
+
+
+def block_gaps(layers: Iterable[Any]) -> list[str]:
+    """Name what the tree ops cannot do of a draft block.
+
+    Args:
+        layers: of the drafter, or what describes them with the same attributes.
+    """
+    # The tree ops count a window from a node's depth, which is the same at all positions of such a block.
+    if any(not is_causal(layer) and has_window(layer) for layer in layers):
+        return ["sliding windows in a draft block that is not causal"]
+    return []
+
+
+def draft_window_fault(gaps: list[str]) -> str:
+    """Say why a drafter with these gaps, at least one, cannot have a draft window."""
+    return (
+        "DDTREE: --speculative-draft-window-size: expected a drafter that the tree ops cover, got "
+        f"{'; '.join(gaps)}: leave the argument out."
+    )
 
 
 def not_prefilled_by_torch(runner: ModelRunner) -> list[str]:

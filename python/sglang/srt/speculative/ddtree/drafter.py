@@ -168,6 +168,8 @@ def _layer_type_faults(drafter: PretrainedConfig) -> Iterator[str]:
     mode = dflash_config.get("attention_mode")
     if mode not in (None, *ATTENTION_MODES):
         yield f"dflash_config.attention_mode: expected one of {list(ATTENTION_MODES)}, got {mode!r}."
+    elif (rank := getattr(drafter, "kv_lora_rank", None)) is not None:
+        yield f"kv_lora_rank: expected none, got {rank}: SGLang's DFlash layers have no MLA."
     activation = getattr(drafter, "hidden_act", ACTIVATIONS[0])
     if activation not in ACTIVATIONS:
         yield f"hidden_act: expected one of {list(ACTIVATIONS)}, got {activation!r}."
@@ -191,8 +193,9 @@ def _layer_type_faults(drafter: PretrainedConfig) -> Iterator[str]:
 def _vocabulary_faults(drafter: PretrainedConfig, vocab_size: int) -> Iterator[str]:
     """Yield what does not fit of the drafter's vocabulary, embedding and LM head.
 
-    A drafter borrows the target's embedding and head, and then its own vocabulary is only a number, which may be padded
-    differently.
+    As DFLASH does, DDTREE drafts with the target's embedding and head even if the drafter's files have both: these are
+    copies of the target's. So the drafter's vocabulary is only a number, which may be padded differently. An embedding in
+    the layout of Nemotron 3.5 is the exception.
 
     Args:
         drafter: its configuration.
@@ -207,22 +210,10 @@ def _vocabulary_faults(drafter: PretrainedConfig, vocab_size: int) -> Iterator[s
             f"vocab_size: expected at most {most}, the target's {vocab_size} and its padding, got {own}. The drafter "
             "was trained for another vocabulary."
         )
-    if getattr(drafter, "has_lm_head", False):
-        yield (
-            "has_lm_head: expected a drafter that uses the target's LM head, got one with its own, which SGLang "
-            "would not load."
-        )
     reduced = getattr(drafter, "draft_vocab_size", None)
     if reduced not in (None, own):
         yield f"draft_vocab_size: expected none or vocab_size, which is {own}, got {reduced}: SGLang needs all tokens."
-    if not getattr(drafter, "has_embed_tokens", False):
-        return
-    if not is_nemotron_35_draft_config(drafter):
-        yield (
-            "has_embed_tokens: expected a drafter that uses the target's embedding, got one with its own, which "
-            "SGLang loads in the layout of Nemotron 3.5 only (W4A16_NVFP4)."
-        )
-    elif own is None or own < vocab_size:
+    if is_nemotron_35_draft_config(drafter) and (own is None or own < vocab_size):
         yield f"vocab_size: expected at least {vocab_size}, the target's, for the drafter's own embedding, got {own}."
 
 
@@ -231,4 +222,6 @@ def _advice(architectures: list[str]) -> str:
     names = " ".join(architectures).lower()
     if "eagle" in names:
         return "--speculative-algorithm EAGLE or EAGLE3 runs EAGLE heads."
+    if "dspark" in names:
+        return "--speculative-algorithm DSPARK runs DSpark heads."
     return "It is not a DFlash drafter."

@@ -28,6 +28,7 @@ def register() -> None:
         CPU_DRAFT_BACKEND,
         refuse_asked_args,
         refuse_server_args,
+        without_window_warning,
     )
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -47,10 +48,16 @@ def register() -> None:
 
     # The first step that reads the drafter's configuration.
     @register_resolution_hook("handle_speculative_decoding")
-    def check_drafter(args: ServerArgs, step: Callable[[ServerArgs], None]) -> None:
-        if (args.speculative_algorithm or "").upper() == ALGORITHM:
-            refuse_drafter(resolving_view(args))
-        step(args)
+    def check_models(args: ServerArgs, step: Callable[[ServerArgs], None]) -> None:
+        if (args.speculative_algorithm or "").upper() != ALGORITHM:
+            step(args)
+            return
+        from sglang.srt.speculative.ddtree.target import refuse_target  # imports SGLang's layers
+
+        refuse_target(resolving_view(args))
+        refuse_drafter(resolving_view(args))
+        with without_window_warning():
+            step(args)
 
     # The algorithm is registered last: once its name is known, the whole plug-in is in place.
     @SpeculativeAlgorithm.register(

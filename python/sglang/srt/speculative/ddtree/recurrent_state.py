@@ -29,8 +29,12 @@ from sglang.srt.runtime_context import get_exec, get_schedule, mamba_track_grid
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from sgl_kernel.ddtree import Accepted
     from sgl_kernel.ddtree.recurrent import Gate
+    from sglang.srt.configs.mamba_utils import Mamba2StateDType
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -99,9 +103,8 @@ def recurrent_gaps(runner: ModelRunner, num_nodes: int) -> list[str]:
     config = mambaish_config(runner.model_config)
     if config is None:
         return []
-    kinds = (hybrid_gdn_config, hybrid_kda_config, mamba2_config)
-    if not any(kind(runner.model_config) is not None for kind in kinds):
-        return [f"recurrent layers of {type(config).__name__}, which have no tree kernel"]
+    if gaps := kind_gaps(runner.model_config):
+        return gaps
     params = config.mamba2_cache_params
     layers = recurrent_layers(runner.model)
     if len(layers) != len(params.layers):
@@ -110,22 +113,59 @@ def recurrent_gaps(runner: ModelRunner, num_nodes: int) -> list[str]:
             "SGLang's GDN, KDA, Mamba2 or LFM2 layer"
         ]
     shapes = {RecurrentShape.of(layer) for layer in layers}
-    gaps = []
     if len(shapes) > 1:
         gaps.append(f"recurrent layers of different shapes: {sorted(map(str, shapes))}")
-    if params.dtype.conv != runner.dtype:
+    sizes = {(shape.d_k, shape.d_v) for shape in shapes if shape.h_v}
+    return gaps + state_gaps(
+        params.dtype, sizes, dtype=runner.dtype, device=torch.device(runner.device).type, num_nodes=num_nodes
+    )
+
+
+def kind_gaps(config: ModelConfig) -> list[str]:
+    """Name the kind of a target's recurrent layers if the tree ops have no kernel for it.
+
+    Args:
+        config: of a target with recurrent layers.
+    """
+    if any(kind(config) is not None for kind in (hybrid_gdn_config, hybrid_kda_config, mamba2_config)):
+        return []
+    return [f"recurrent layers of {type(mambaish_config(config)).__name__}, which have no tree kernel"]
+
+
+def state_gaps(
+    stored: Mamba2StateDType,
+    sizes: Iterable[tuple[int, int]],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    num_nodes: int,
+) -> list[str]:
+    """Name what the tree ops cannot do of recurrent states.
+
+    Args:
+        stored: dtypes of states and convolution windows.
+        sizes: (d_k, d_v) of the layers that have a state.
+        dtype: of the activations.
+        device: type of the device.
+        num_nodes: N.
+
+    Returns:
+        One phrase per gap.
+    """
+    gaps = []
+    if stored.conv != dtype:
         gaps.append(
-            f"convolution windows in {params.dtype.conv} and activations in {runner.dtype} (the environment "
-            "variable SGLANG_MAMBA_CONV_DTYPE sets the windows' dtype)"
+            f"convolution windows in {stored.conv} and activations in {dtype} (the environment variable "
+            "SGLANG_MAMBA_CONV_DTYPE sets the windows' dtype)"
         )
-    if torch.device(runner.device).type == "cuda":
-        if runner.dtype != torch.bfloat16:
-            gaps.append(f"recurrent layers in {runner.dtype}")
-        if params.dtype.temporal not in (torch.float32, torch.bfloat16):
-            gaps.append(f"recurrent states in {params.dtype.temporal}")
-        for shape in shapes:
-            if shape.h_v and (shape.d_k not in CUDA_KEY_SIZES or shape.d_v % CUDA_VALUE_MULTIPLE):
-                gaps.append(f"recurrent layers with (d_k, d_v) = {(shape.d_k, shape.d_v)}")
+    if device == "cuda":
+        if dtype != torch.bfloat16:
+            gaps.append(f"recurrent layers in {dtype}")
+        if stored.temporal not in (torch.float32, torch.bfloat16):
+            gaps.append(f"recurrent states in {stored.temporal}")
+        for d_k, d_v in sizes:
+            if d_k not in CUDA_KEY_SIZES or d_v % CUDA_VALUE_MULTIPLE:
+                gaps.append(f"recurrent layers with (d_k, d_v) = {(d_k, d_v)}")
         if num_nodes > MAX_RECURRENT_NODES:
             gaps.append(f"recurrent layers with trees of {num_nodes} nodes, more than {MAX_RECURRENT_NODES}")
     return gaps

@@ -10,6 +10,8 @@ candidates per draft position).
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.arg_groups.overrides import (
@@ -170,6 +172,21 @@ def asked_nodes(args: ServerArgs) -> int | None:
             f"'auto', got {budget}: both are the nodes of a verify tree."
         )
     return int(budget)
+
+
+@contextmanager
+def without_window_warning() -> Iterator[None]:
+    """Hide upstream's warning that --speculative-draft-window-size has no effect. Upstream knows its own algorithms."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("--speculative-draft-window-size has no effect")
+
+    upstream = logging.getLogger("sglang.srt.arg_groups.speculative_hook")
+    upstream.addFilter(is_other)
+    try:
+        yield
+    finally:
+        upstream.removeFilter(is_other)
 
 
 def refuse_own_args(args: ServerArgs) -> None:
@@ -366,9 +383,7 @@ def resolve_widths(args: ServerArgs) -> None:
 def reserve_verify_memory(args: ServerArgs) -> None:
     """Lower the default of --mem-fraction-static by what a verify needs beyond upstream's reserve.
 
-    Upstream (0.5.23) reserves 1.5 MB of activations per token of a prefill chunk, and little for a decoding
-    graph. A verify has bs * N tokens and needs their logits twice: in the model's dtype, and in float32 where
-    the graphs write them. A fraction that the user named stays. It also stays if the KV pool is sized after
+    A fraction that the user named stays. It also stays if the KV pool is sized after
     graph capture, because the measurement then includes all of this.
 
     Args:
@@ -385,9 +400,7 @@ def reserve_verify_memory(args: ServerArgs) -> None:
     if capacity is None or post_capture_kv_sizing_planned(args):
         return
     tokens = args.max_running_requests * args.speculative_num_draft_tokens
-    chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else args.max_prefill_tokens
-    logits = tokens * model_config_of(args).vocab_size * (4 + 2) / (1 << 20)
-    needed = logits + 1.5 * max(0, tokens - max(chunk, 2048))
+    needed = verify_memory(args)
     fraction = round(args.mem_fraction_static - needed / capacity, 3)
     if fraction <= 0:
         raise ValueError(
@@ -403,6 +416,22 @@ def reserve_verify_memory(args: ServerArgs) -> None:
         needed,
     )
     args.mem_fraction_static = fraction
+
+
+def verify_memory(args: ServerArgs) -> float:
+    """Return what a verify needs beyond upstream's reserve, in MB.
+
+    Upstream (0.5.23) reserves 1.5 MB of activations per token of a prefill chunk, and little for a decoding graph.
+    A verify has bs * N tokens and needs their logits twice: in the model's dtype, and in float32 where the graphs write
+    them.
+
+    Args:
+        args: the server's arguments, with widths and --max-running-requests resolved.
+    """
+    tokens = args.max_running_requests * args.speculative_num_draft_tokens
+    chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else args.max_prefill_tokens
+    logits = tokens * model_config_of(args).vocab_size * (4 + 2) / (1 << 20)
+    return logits + 1.5 * max(0, tokens - max(chunk, 2048))
 
 
 def _device(args: ServerArgs) -> str:

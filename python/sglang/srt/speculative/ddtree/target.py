@@ -1,0 +1,158 @@
+"""What DDTREE needs to know of a target, from its configuration alone: whether it serves it, and what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sglang.srt.arg_groups.overrides import model_config_of
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.model_config import (
+    AttentionArch,
+    is_deepseek_dsa,
+    is_deepseek_v4,
+    is_minimax_sparse,
+)
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.ddtree.checkpoint import TARGET_FLAG
+from sglang.srt.speculative.ddtree.recurrent_state import kind_gaps, state_gaps
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
+
+CAPTURE = (
+    "set_dflash_layers_to_capture"  # with this method a model of SGLang gives the drafter its hidden states
+)
+
+
+class KVLayers(NamedTuple):
+    """Attention layers of one shape.
+
+    Attributes:
+        num_layers: how many.
+        shape: (h_q, h_kv, d_qk, d_v) on a rank, as layer_shape() has it.
+        latent: whether they keep one row per token for both K and V (MLA).
+        windowed: whether their KV is in a pool that keeps only windows.
+    """
+
+    num_layers: int
+    shape: tuple[int, int, int, int]
+    latent: bool = False
+    windowed: bool = False
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a token in these layers, on a rank."""
+        _, h_kv, d_qk, d_v = self.shape
+        return self.num_layers * h_kv * (d_qk if self.latent else d_qk + d_v) * dtype.itemsize
+
+
+def kv_layers(config: ModelConfig, tp_size: int) -> list[KVLayers]:
+    """Describe the layers that keep KV.
+
+    Args:
+        config: of a model.
+        tp_size: ranks that share the heads.
+
+    Returns:
+        One entry per shape and pool.
+    """
+    h_q = config.get_num_attention_heads(tp_size)
+    if config.attention_arch == AttentionArch.MLA:
+        latent = config.kv_lora_rank
+        shape = (h_q, 1, latent + config.qk_rope_head_dim, latent)
+        return [KVLayers(_attention_layers(config), shape, latent=True)]
+    shape = (h_q, config.get_num_kv_heads(tp_size), config.head_dim, config.v_head_dim)
+    windowed = config.swa_attention_layer_ids
+    if not windowed:
+        return [KVLayers(_attention_layers(config), shape)]
+    own = (h_q, config.get_swa_num_kv_heads(tp_size), config.swa_head_dim, config.swa_v_head_dim)
+    full = len(config.full_attention_layer_ids)
+    return [KVLayers(full, shape), KVLayers(len(windowed), own, windowed=True)]
+
+
+def _attention_layers(config: ModelConfig) -> int:
+    """Return how many layers of a model without window pools keep KV."""
+    recurrent = mambaish_config(config)
+    return config.num_attention_layers if recurrent is None else len(recurrent.full_attention_layer_ids)
+
+
+def _alone(tp_size: int) -> dict[str, Any]:
+    """Return what configurations of recurrent layers ask of SGLang's parallel context, which only a server has."""
+    return dict(attn_tp_size=tp_size, tp_size=tp_size, enable_cp_tp_group_sharing=False)
+
+
+def state_bytes(config: ModelConfig, tp_size: int) -> int:
+    """Return the bytes of a request's recurrent states and convolution windows on a rank; 0 without such layers."""
+    recurrent = mambaish_config(config)
+    if recurrent is None:
+        return 0
+    with get_parallel().override(**_alone(tp_size)):
+        return recurrent.mamba2_cache_params.mamba_cache_per_req
+
+
+def refuse_target(args: ServerArgs) -> None:
+    """Refuse a target that keeps of its tokens what DDTREE cannot commit, by its configuration.
+
+    Args:
+        args: the server's arguments.
+
+    Raises:
+        ValueError: names the target, what was expected and what came.
+    """
+    config = model_config_of(args)
+    prefix = f"DDTREE: {TARGET_FLAG}: {args.model_path}: expected"
+    if (kind := _sparse_kind(config)) is not None:
+        raise ValueError(
+            f"{prefix} layers that keep one row of K and V per token, got {kind}: what it keeps besides would not move "
+            "with the accepted KV."
+        )
+    if mambaish_config(config) is not None and (gaps := kind_gaps(config)):
+        raise ValueError(f"{prefix} recurrent layers that the tree ops cover, got {gaps[0]}.")
+
+
+def _sparse_kind(config: ModelConfig) -> str | None:
+    """Name the sparse attention of a target; None if it has none."""
+    from sglang.srt.layers.attention.qsa.config import parse_qsa_profile
+
+    if is_deepseek_v4(config.hf_config):
+        return "DeepSeek-V4's compressed attention"
+    if is_deepseek_dsa(config.hf_config) or is_deepseek_dsa(config.hf_text_config):
+        return "the indexer of DeepSeek's sparse attention (DSA)"
+    if is_minimax_sparse(config.hf_config):
+        return "the indexer of MiniMax's sparse attention"
+    if parse_qsa_profile(config.hf_config) is not None:
+        return "the indexer of Qwen's sparse attention (QSA)"
+    return None
+
+
+def target_faults(config: ModelConfig, *, device: str, num_nodes: int) -> Iterator[str]:
+    """Name what else the worker would refuse of a target.
+
+    The worker knows more: it sees the layers themselves.
+
+    Args:
+        config: of a target that refuse_target() accepts.
+        device: type of the device.
+        num_nodes: N.
+
+    Yields:
+        For each reason, what was expected and what came.
+    """
+    from sglang.srt.models.registry import ModelRegistry
+
+    model, _ = ModelRegistry.resolve_model_cls(config.hf_config.architectures)
+    if not hasattr(model, CAPTURE):
+        yield (
+            f"expected a model that gives a drafter its hidden states, with {CAPTURE}(), got {model.__name__}, for "
+            "which SGLang has no DFLASH either."
+        )
+    if mambaish_config(config) is None:
+        return
+    with get_parallel().override(**_alone(1)):
+        params = mambaish_config(config).mamba2_cache_params
+    h_v, d_v, d_k = params.shape.temporal
+    sizes = [(d_k, d_v)] if h_v * d_v * d_k else []  # short convolutions alone have no state
+    if gaps := state_gaps(params.dtype, sizes, dtype=config.dtype, device=device, num_nodes=num_nodes):
+        yield f"expected recurrent layers that the tree ops cover, got {'; '.join(gaps)}."
