@@ -37,7 +37,7 @@ def step(bs, block_size, num_candidates, num_nodes, width, pairs=False, seed=0):
     for r in range(bs):
         for j in range(width):
             child = int(cut.first_child[r, j])
-            if child >= 0 and float(torch.rand((), generator=generator)) < 0.66:
+            if child >= 0 and float(torch.rand((), generator=generator)) < 0.8:
                 target[r, j] = cut.tokens[r, child]
     accept_path(cut, target, accepted)
     return trees, found, accepted

@@ -19,6 +19,7 @@ from sglang.test.test_utils import CustomTestCase
 register_cpu_ci(est_time=15, suite="unit")
 
 MAX_BS, NUM_NODES, BLOCK_SIZE, MASK, WIDTH = 4, 6, 3, 99, 40
+NARROW = 4  # nodes of a narrower verify
 SLOTS = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "mrope_positions")
 
 
@@ -84,8 +85,12 @@ class TestStepGraphs(CustomTestCase):
         self.draft_runner, self.target_runner = runners
         self.graphs = StepGraphs(
             draft_runner=runners[0], target_runner=runners[1], trees=self.trees, mask_token_id=MASK,
-            block_size=BLOCK_SIZE, commit=None,
+            block_size=BLOCK_SIZE, commit=None, widths=(1, NARROW, NUM_NODES),
         )  # fmt: skip
+        self.graphs._verifiers = {
+            NUM_NODES: runners[1].decode_cuda_graph_runner,
+            **{width: Graphs(width, runners[1].capture_head_hooks, self.verify) for width in (1, NARROW)},
+        }
 
     def runner(self, width, forward, **attributes):
         hooks = []
@@ -103,18 +108,47 @@ class TestStepGraphs(CustomTestCase):
     def verify(self, bs):
         return LogitsProcessorOutput(next_token_logits=torch.arange(bs * NUM_NODES * 2).view(-1, 2).float())
 
-    def check(self, bonus, prefix_lens, rows, padded_bs, deltas=None):
+    def check(self, bonus, prefix_lens, rows, padded_bs, deltas=None, num_nodes=NUM_NODES):
         bs = len(bonus)
+        verifier = self.graphs._verifiers[num_nodes]
         step = self.graphs.begin(
             SimpleNamespace(
                 spec_info=SimpleNamespace(bonus_tokens=torch.tensor(bonus)),
                 seq_lens=torch.tensor(prefix_lens),
                 req_pool_indices=torch.tensor(rows),
                 multimodal_inputs=None if deltas is None else [d and image(d) for d in deltas],
-            )
+            ),
+            num_nodes,
         )
-        trees = step.draft()
-        self.assertEqual(trees.tokens.tolist(), self.built[0][:bs].tolist())
+        step.draft()
+        tokens, depths = (built[:bs, :num_nodes] for built in self.built)
+        if num_nodes == 1:
+            tokens, depths = torch.tensor(bonus)[:, None], torch.zeros(bs, 1, dtype=torch.int64)
+            self.assertFalse(hasattr(self.draft_runner.decode_cuda_graph_runner, "batch"), "it drafted")
+        else:
+            self.check_draft(bonus, prefix_lens, rows, padded_bs)
+        self.assertEqual(step.drafted().tokens.tolist(), tokens.tolist())
+
+        output, positions = step.verify()
+        self.assertEqual(step.target_out.numel(), bs * num_nodes)
+        batch = verifier.batch
+        self.assertEqual((len(output.next_token_logits), batch.batch_size), (bs * num_nodes, padded_bs))
+        self.assertEqual(positions.tolist(), (depths + torch.tensor(prefix_lens)[:, None]).flatten().tolist())
+        self.assertEqual(batch.positions[: bs * num_nodes].tolist(), positions.tolist())
+        self.assertEqual(batch.input_ids[: bs * num_nodes].tolist(), tokens.flatten().tolist())
+        for r in range(bs):
+            slots = batch.out_cache_loc[r * num_nodes : (r + 1) * num_nodes].tolist()
+            first = WIDTH * rows[r] + prefix_lens[r]
+            self.assertEqual(slots, list(range(first, first + num_nodes)))
+            self.assertEqual(self.graphs.slots[r].tolist(), list(range(first, first + NUM_NODES)))
+        self.assertEqual(set(batch.out_cache_loc[bs * num_nodes :].tolist()) | {0}, {0})
+        if num_nodes < NUM_NODES:
+            seen = self.graphs._ancestors[num_nodes][:bs]
+            self.assertEqual(seen.tolist(), step.drafted().ancestors.tolist())
+        self.assertIs(self.target_runner.shared_read_done_event, verifier.in_graph_metadata_prep_done)
+
+    def check_draft(self, bonus, prefix_lens, rows, padded_bs):
+        bs = len(bonus)
         batch = self.draft_runner.decode_cuda_graph_runner.batch
         self.assertEqual(batch.batch_size, padded_bs)
         for r in range(bs):
@@ -126,27 +160,18 @@ class TestStepGraphs(CustomTestCase):
             )
         self.assertEqual(set(batch.out_cache_loc[bs * BLOCK_SIZE :].tolist()) | {0}, {0})
 
-        output, positions = step.verify()
-        self.assertEqual(step.target_out.numel(), bs * NUM_NODES)
-        batch = self.target_runner.decode_cuda_graph_runner.batch
-        self.assertEqual(len(output.next_token_logits), bs * NUM_NODES)
-        depths = self.built[1][:bs] + torch.tensor(prefix_lens)[:, None]
-        self.assertEqual(positions.tolist(), depths.flatten().tolist())
-        self.assertEqual(batch.positions[: bs * NUM_NODES].tolist(), positions.tolist())
-        self.assertEqual(batch.input_ids[: bs * NUM_NODES].tolist(), self.built[0][:bs].flatten().tolist())
-        for r in range(bs):
-            slots = batch.out_cache_loc[r * NUM_NODES : (r + 1) * NUM_NODES].tolist()
-            self.assertEqual(slots, [WIDTH * rows[r] + prefix_lens[r] + i for i in range(NUM_NODES)])
-        self.assertEqual(set(batch.out_cache_loc[bs * NUM_NODES :].tolist()) | {0}, {0})
-        self.assertIs(
-            self.target_runner.shared_read_done_event,
-            self.target_runner.decode_cuda_graph_runner.in_graph_metadata_prep_done,
-        )
-
     def test_inputs(self):
         self.check([7], [10], [2], padded_bs=1)
         self.check([7, 8, 9], [10, 0, 33], [4, 1, 3], padded_bs=4)
         self.check([5, 6], [1, 2], [1, 2], padded_bs=2)
+
+    def test_a_narrower_verify(self):
+        for lens in ([7, 8, 9], [10, 0, 33], [4, 1, 3]), ([5, 6], [1, 2], [1, 2]):
+            self.check(*lens, padded_bs=4 if len(lens[0]) == 3 else 2, num_nodes=NARROW)
+
+    def test_a_lone_root(self):
+        self.check([7, 8, 9], [10, 0, 33], [4, 1, 3], padded_bs=4, num_nodes=1)
+        self.check([5, 6], [1, 2], [1, 2], padded_bs=2, num_nodes=1)
 
     def test_positions_after_images(self):
         self.target_runner.model_config.model_is_mrope = True
@@ -185,9 +210,11 @@ class TestStepGraphs(CustomTestCase):
         moe = SimpleNamespace(moe=SimpleNamespace(**fields))
         with (
             patch.object(step_graphs, "get_exec", lambda: moe),
+            patch.object(self.graphs, "_capture_narrower"),
             patch.object(self.graphs.commits, "capture") as capture,
         ):
-            self.graphs.capture_commits()
+            self.graphs._verifiers = {}
+            self.graphs.capture()
         can_run = self.graphs.can_run(bs)
         self.assertLessEqual(can_run, capture.called)
         return can_run

@@ -47,12 +47,14 @@ class ForwardStep:
         self.window = self.prefix_lens[:, None] + worker.window_offsets
         table = worker.model_runner.req_to_token_pool.req_to_token
         self.slots = table[batch.req_pool_indices[:, None], self.window].to(torch.int64)
+        # Columns of a window are no contiguous tensor if there is but one of them.
+        self._written = self.slots if num_nodes > 1 else self.slots[:, :1].contiguous()
         self.plan = worker.model_runner.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=self.prefix_lens,
             seq_lens_cpu=self._host_bound(0),
-            write_virtual=self.slots.flatten(),
-            read_extent=worker.num_nodes,
+            write_virtual=self._written.flatten(),
+            read_extent=self._written.shape[1],
         )
 
     def _host_bound(self, width: int) -> torch.Tensor:
@@ -125,9 +127,9 @@ class ForwardStep:
             retrieve_next_token=self.trees.first_child,
             retrieve_next_sibling=self.trees.next_sibling,
             kv_loc_plan=self.plan,
-            kv_loc_cols=None if num_nodes == worker.num_nodes else slice(0, num_nodes),
+            kv_loc_cols=None if num_nodes == self._written.shape[1] else slice(0, num_nodes),
         )
-        batch.out_cache_loc = self.slots[:, :num_nodes].flatten()
+        batch.out_cache_loc = self._written[:, :num_nodes].flatten()
         committed = batch.seq_lens_cpu, batch.seq_lens_sum
         batch.seq_lens_cpu = self._host_bound(num_nodes)
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())

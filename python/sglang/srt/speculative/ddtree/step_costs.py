@@ -117,7 +117,10 @@ def _time(graphs: StepGraphs, rows: torch.Tensor, context: int, width: int) -> f
     """Return the seconds of a step of greedy requests with `context` tokens each."""
     lens = torch.full(rows.shape, context, dtype=torch.int64, device=rows.device)
     batch = SimpleNamespace(
-        seq_lens=lens, req_pool_indices=rows, spec_info=SimpleNamespace(bonus_tokens=torch.zeros_like(lens))
+        seq_lens=lens,
+        req_pool_indices=rows,
+        spec_info=SimpleNamespace(bonus_tokens=torch.zeros_like(lens)),
+        multimodal_inputs=None,
     )
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for i in range(WARM_UP_STEPS + STEPS):

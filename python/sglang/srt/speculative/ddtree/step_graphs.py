@@ -101,6 +101,7 @@ class StepGraphs:
             if width < num_nodes
         }
         self._verifiers: dict[int, DecodeCudaGraphRunner] = {}  # by N
+        self.capture_seconds, self.capture_gb = 0.0, 0.0  # of the narrower graphs
         self._offsets = torch.arange(num_nodes, device=trees.tokens.device)
         draft_runner.capture_head_hooks.append(self.write_block)
         target_runner.capture_head_hooks.append(self.write_nodes)
@@ -160,21 +161,27 @@ class StepGraphs:
         if not (self._is_complete(self.draft_runner) and self._is_complete(self.target_runner)):
             return
         self._verifiers = {self.trees.tokens.shape[1]: widest}
+        if self._ancestors:
+            self._capture_narrower(widest)
+        self.commits.capture(self._verifiers)
+
+    def _capture_narrower(self, widest: DecodeCudaGraphRunner) -> None:
+        start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         for width, ancestors in sorted(self._ancestors.items(), reverse=True):
-            start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
             self._verifiers[width] = type(widest)(
                 self.target_runner,
                 attn_backend=narrowed(self.target_runner.attn_backend, width, ancestors),
                 speculative_num_draft_tokens=width,
             )
-            logger.info(
-                "DDTREE: captured the verify graphs of %d nodes for %d batch sizes in %.1f s and %.2f GB.",
-                width,
-                len(widest.capture_bs),
-                time.perf_counter() - start,
-                (free - torch.cuda.mem_get_info()[0]) / (1 << 30),
-            )
-        self.commits.capture(self._verifiers)
+        self.capture_seconds = time.perf_counter() - start
+        self.capture_gb = (free - torch.cuda.mem_get_info()[0]) / (1 << 30)
+        logger.info(
+            "DDTREE: captured verify graphs of %s nodes for %d batch sizes in %.1f s and %.2f GB.",
+            ", ".join(map(str, sorted(self._ancestors))),
+            len(widest.capture_bs),
+            self.capture_seconds,
+            self.capture_gb,
+        )
 
     @property
     def widths(self) -> tuple[int, ...]:
