@@ -205,6 +205,7 @@ class TestModes(HybridCase):
         "64 nodes": (dict(speculative_num_draft_tokens=64), greedy),
         "no graph": (dict(disable_cuda_graph=True), greedy),
         "mixed": (dict(chunked_prefill_size=64, enable_mixed_chunk=True), greedy),
+        "auto": (dict(speculative_ddtree_budget="auto", speculative_num_draft_tokens=None), greedy),
     }
 
     def test_widest_tree(self):
@@ -212,6 +213,9 @@ class TestModes(HybridCase):
 
     def test_no_graph(self):
         self.agree("no graph")
+
+    def test_several_widths(self):
+        self.agree("auto")
 
     def test_mixed_prefill(self):
         self.agree("mixed")

@@ -58,6 +58,7 @@ from sglang.srt.speculative.ddtree.kv_pool import VerifySlots, in_window_pool, r
 
 if TYPE_CHECKING:
     from sgl_kernel.ddtree import VerifyWorkspace
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates
@@ -686,11 +687,7 @@ def with_tree_verify(
 
         full = wrap_inner(backend.full_attn_backend)
         linear = with_recurrent_verify(backend.linear_attn_backend, recurrent, _verifying(full))
-        backend.full_attn_backend, backend.linear_attn_backend = full, linear
-        if isinstance(backend, ShortConvHybridAttnBackend):
-            backend.short_conv_backend = linear
-        backend.attn_backend_list = [full, linear]  # in this order: `full` knows the trees first
-        return backend
+        return _with_parts(backend, full, linear)
     if isinstance(backend, HybridAttnBackend):
         backend.decode_backend = wrap_inner(backend.decode_backend)
         return backend
@@ -738,7 +735,22 @@ def narrowed(backend: AttentionBackend, num_nodes: int, graph_ancestors: torch.T
         narrow = copy.copy(backend)
         narrow.decode_backend = narrowed(backend.decode_backend, num_nodes, graph_ancestors)
         return narrow
+    if isinstance(backend, HybridLinearAttnBackend):
+        full = narrowed(backend.full_attn_backend, num_nodes, graph_ancestors)
+        linear = backend.linear_attn_backend.narrowed(_verifying(full))
+        return _with_parts(copy.copy(backend), full, linear)
     return backend.narrowed(num_nodes, graph_ancestors)
+
+
+def _with_parts(
+    backend: HybridLinearAttnBackend, full: AttentionBackend, linear: MambaAttnBackendBase
+) -> HybridLinearAttnBackend:
+    """Make a backend run its attention layers on `full` and its recurrent layers on `linear`; return it."""
+    backend.full_attn_backend, backend.linear_attn_backend = full, linear
+    if isinstance(backend, ShortConvHybridAttnBackend):
+        backend.short_conv_backend = linear
+    backend.attn_backend_list = [full, linear]  # in this order: `full` knows the trees first
+    return backend
 
 
 def difference_table(backend: AttentionBackend) -> torch.Tensor | None:

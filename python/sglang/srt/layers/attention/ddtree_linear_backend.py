@@ -7,9 +7,10 @@ unchanged. Upstream's verify keeps a state per node; these keep the nodes' input
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from sgl_kernel.ddtree import ChannelDelta, GatedDelta, StateSpace
@@ -38,7 +39,18 @@ class RecurrentVerifyMixin(MambaAttnBackendBase):
         self.tree_attention = attention
         self.tree_validates = attention.tree_mode == "validate"
         self.topk = 2 if self.tree_validates else 0  # with more than 1, upstream reads the trees' links
+        self.tree_shares_buffers = False
         self.accept_lens_pool = None  # KDA: with it, prefill writes states per node
+
+    def narrowed(self, attention: TreeVerifyMixin) -> Self:
+        """Make a copy for the graphs of narrower trees, whose attention layers run on `attention`."""
+        narrow = copy.copy(self)
+        narrow.tree_attention, narrow.tree_shares_buffers = attention, True
+        return narrow
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if not self.tree_shares_buffers:
+            super().init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         is_verify = forward_batch.forward_mode.is_target_verify()

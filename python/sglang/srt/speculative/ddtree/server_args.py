@@ -325,10 +325,10 @@ def resolve_widths(args: ServerArgs) -> None:
     head = head_class(config)
     auto = args.speculative_ddtree_budget == AUTO_BUDGET
     recurrent = mambaish_config(model_config_of(args)) is not None
-    if auto and (recurrent or head is DominoHead):
-        owner = "a target with recurrent layers" if recurrent else "a drafter with a Domino head"
+    if auto and head is DominoHead:
         raise ValueError(
-            f"DDTREE: --speculative-ddtree-budget: expected a number of nodes for {owner}, got 'auto': it was never tried."
+            "DDTREE: --speculative-ddtree-budget: expected a number of nodes for a drafter with a Domino head, got 'auto': it "
+            "was never tried."
         )
     max_nodes = MAX_RECURRENT_NODES if recurrent and _device(args) == "cuda" else MAX_NODES
     block_size = args.speculative_dflash_block_size
