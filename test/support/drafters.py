@@ -40,13 +40,50 @@ def write_variant(
     return str(folder)
 
 
-def of_each_layer(config: dict[str, Any], name: str, *size: int) -> dict[str, torch.Tensor]:
-    """Draw a random weight for each layer of a drafter.
+def variants(drafter: str) -> dict[str, dict[str, Any]]:
+    """Describe variants that draft other trees than the drafter.
 
     Args:
-        config: the drafter's configuration.
-        name: of the weight within a layer.
-        size: of the weight.
+        drafter: folder of the drafter.
+
+    Returns:
+        By name, the arguments of write_variant(). Random weights are the same in every call.
     """
+    torch.manual_seed(1)
+    config = json.loads(Path(drafter, "config.json").read_text())
+    hidden, heads, size = (config[key] for key in ("hidden_size", "num_attention_heads", "head_dim"))
     layers = range(config["num_hidden_layers"])
-    return {f"layers.{i}.{name}": torch.randn(size) * 0.15 for i in layers}
+
+    def of_each_layer(name: str, *shape: int) -> dict[str, torch.Tensor]:
+        return {f"layers.{i}.{name}": torch.randn(shape) * 0.15 for i in layers}
+
+    convolutions: dict[str, torch.Tensor] = {}
+    for name in ("attention_conv", "mlp_conv"):  # two taps before and two after, in four groups of channels
+        convolutions |= of_each_layer(f"{name}.base_kernel", 2, 2, hidden)
+        convolutions |= of_each_layer(f"{name}.kernel_projection.weight", 2 * 2 * 4, hidden)
+    window = dict(sliding_window=7, use_sliding_window=True)
+    return {
+        "block of 16": dict(dflash_config=dict(block_size=16)),
+        "block of 32": dict(dflash_config=dict(block_size=32)),
+        "scaled and capped logits": dict(
+            dflash_config=dict(output_multiplier=0.3, final_logit_softcapping=2.0)
+        ),
+        "causal sliding windows": dict(layer_types=["sliding_attention"] * 2, **window),
+        "a sliding window that is not causal": dict(
+            layer_types=["sliding_attention", "full_attention"], is_causal=False, **window
+        ),
+        "sinks and scaled values": dict(
+            dflash_config=dict(attention_sink_bias=True, attention_value_scale=0.7),
+            weights=of_each_layer("self_attn.attention_sink_bias", heads),
+        ),
+        "convolutions": dict(
+            dflash_config=dict(conv_kernel_size=2, conv_group_size=hidden // 4), weights=convolutions
+        ),
+        # A gate after the attention, and a norm for each target layer that the drafter reads.
+        "Laguna": dict(
+            architectures=["DFlashLagunaForCausalLM"],
+            gating=True,
+            weights=of_each_layer("self_attn.g_proj.weight", heads * size, hidden)
+            | {f"aux_hidden_norms.{i}.weight": torch.ones(hidden) for i in layers},
+        ),
+    }

@@ -9,7 +9,7 @@ from unittest import mock
 
 
 class FakeHub:
-    """Answers as the hub does for repositories that one cannot read. The name of the repository says why.
+    """Answers as the hub does. The name of a repository says why one cannot read it; "there" has files of SIZE bytes.
 
     Args:
         case: the test during which huggingface_hub asks this hub and finds nothing in its cache.
@@ -20,7 +20,8 @@ class FakeHub:
         url: of the hub.
     """
 
-    answers = {"gated": (403, "GatedRepo"), "missing": (401, "RepoNotFound"), "empty": (404, "EntryNotFound"),
+    SIZE = 12345
+    answers = {"there": (200, ""), "gated": (403, "GatedRepo"), "missing": (401, "RepoNotFound"), "empty": (404, "EntryNotFound"),
                "revision": (404, "RevisionNotFound"), "broken": (500, "")}  # fmt: skip
 
     def __init__(self, case: unittest.TestCase) -> None:
@@ -33,6 +34,10 @@ class FakeHub:
                 status, code = hub.answers[self.path.split("/")[2]]
                 self.send_response(status)
                 self.send_header("X-Error-Code", code)
+                if status == 200:
+                    self.send_header("ETag", "tag")
+                    self.send_header("X-Repo-Commit", "0" * 40)
+                    self.send_header("Content-Length", str(hub.SIZE))
                 self.end_headers()
 
             def log_message(self, *args: object) -> None:
@@ -46,7 +51,9 @@ class FakeHub:
         self.cache = case.enterContext(
             mock.patch("huggingface_hub.try_to_load_from_cache", return_value=None)
         )
-        case.enterContext(mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", False))  # the suite runs offline
+        case.enterContext(
+            mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        )  # the suite runs offline
         case.enterContext(
             mock.patch(
                 "huggingface_hub.hf_hub_url",

@@ -546,7 +546,7 @@ class TestWithTreeVerify(CustomTestCase):
         )  # fmt: skip
         with self.assertRaisesRegex(
             ValueError,
-            "^DDTREE: --prefill-attention-backend: .* MLA and capped attention logits and attention sinks, .* got "
+            "^DDTREE: --prefill-attention-backend: .* MLA and attention sinks and capped attention logits, .* got "
             "'torch_native'",
         ):
             with_tree_verify(None, runner, mode="native", num_nodes=8)

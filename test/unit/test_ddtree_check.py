@@ -81,7 +81,9 @@ class TestServed(CheckCase):
         self.assertEqual(found["weights of all ranks"], "target unknown, drafter 0.003 GB")
         layers, heads, size = (MODEL[key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
         token = layers * heads * 2 * size * 4  # float32
-        self.assertEqual(found["KV per rank"], f"target {token} bytes per token, drafter {token} bytes per token")
+        self.assertEqual(
+            found["KV per rank"], f"target {token} bytes per token, drafter {token} bytes per token"
+        )
         logits = 48 * 32 * MODEL["vocab_size"] * (4 + 2) / (1 << 20)  # of 48 requests with 32 nodes
         self.assertEqual(
             found["memory of a verify"], f"{logits / 1e3:.3f} GB of logits and activations for 48 requests"
@@ -90,7 +92,11 @@ class TestServed(CheckCase):
     def test_memory_of_other_layers(self):
         for family, arguments, expected in (
             ("gpt-oss", [], "target 4096 bytes per token, target 4096 bytes per token in windows, drafter"),
-            ("Kimi-K2.5", ["--tp-size", "8"], "target 4608 bytes per token, drafter"),  # latent rows are not split
+            (
+                "Kimi-K2.5",
+                ["--tp-size", "8"],
+                "target 4608 bytes per token, drafter",
+            ),  # latent rows are not split
             ("Qwen3", ["--tp-size", "2"], "target 8192 bytes per token, drafter 8192"),
             ("Qwen3", ["--kv-cache-dtype", "fp8_e4m3"], "target 8192 bytes per token, drafter 8192"),
             ("Qwen3.5", [], "target 4096 bytes per token"),  # one layer of four has KV
@@ -109,10 +115,13 @@ class TestServed(CheckCase):
 
 class TestRefused(CheckCase):
     def test_all_faults_of_a_drafter(self):
-        (self.drafter / "config.json").write_text(json.dumps(DRAFTER | dict(hidden_size=256, vocab_size=5000)))
+        (self.drafter / "config.json").write_text(
+            json.dumps(DRAFTER | dict(hidden_size=256, vocab_size=5000))
+        )
         verdict = check(str(self.model), str(self.drafter), CPU)
         self.assertEqual(
-            [line.split("config.json: ")[1].split(":")[0] for line in verdict.refusals], ["hidden_size", "vocab_size"]
+            [line.split("config.json: ")[1].split(":")[0] for line in verdict.refusals],
+            ["hidden_size", "vocab_size"],
         )
 
     def test_an_argument(self):
@@ -120,7 +129,9 @@ class TestRefused(CheckCase):
 
     def test_nothing_there(self):
         self.refused("--model-path: expected a folder with a model", self.model / "none", self.drafter)
-        self.refused("--speculative-draft-model-path: expected a folder", self.model, self.drafter / "none", *CPU)
+        self.refused(
+            "--speculative-draft-model-path: expected a folder", self.model, self.drafter / "none", *CPU
+        )
 
     def test_configurations_that_cannot_be_read(self):
         for text in ("{", '{"model_type": "martian", "architectures": ["Martian"]}'):
@@ -129,11 +140,16 @@ class TestRefused(CheckCase):
 
     def test_the_hub_is_asked_once(self):
         hub = FakeHub(self)
-        for name, text in (("gated", "is gated: accept its terms"), ("missing", "is neither a folder nor on the hub")):
+        for name, text in (
+            ("gated", "is gated: accept its terms"),
+            ("missing", "is neither a folder nor on the hub"),
+        ):
             self.refused(f"the hub, got owner/{name}, which {text}", f"owner/{name}", self.drafter)
             self.assertEqual(hub.asked, [f"/owner/{name}/resolve/main/config.json"])
             hub.asked.clear()
-        self.refused("which has no revision 'v9' (--revision)", "owner/revision", self.drafter, "--revision", "v9")
+        self.refused(
+            "which has no revision 'v9' (--revision)", "owner/revision", self.drafter, "--revision", "v9"
+        )
 
     def test_targets(self):
         for family, text in (
@@ -144,6 +160,10 @@ class TestRefused(CheckCase):
         ):
             with self.subTest(family):
                 self.refused(text, *self.pair(family), *SERVER)
+
+    def test_a_target_that_torch_does_not_prefill(self):
+        dummy = ["--speculative-draft-load-format", "dummy"]
+        self.refused("expected a backend that supports MLA, such as", *self.pair("Kimi-K2.5"), *CPU, *dummy)
 
     def test_recurrent_layers_that_no_kernel_covers(self):
         target, drafter = self.pair("Qwen3.5")
@@ -171,7 +191,9 @@ class TestCommand(CheckCase):
     def test_exit_status(self):
         status, out, _ = self.run_command(self.model, self.drafter, *CPU)
         self.assertEqual(status, 0)
-        self.assertTrue(out.startswith(f"DDTREE serves {self.model} with {self.drafter}.\n  widths: N = 32"), out)
+        self.assertTrue(
+            out.startswith(f"DDTREE serves {self.model} with {self.drafter}.\n  widths: N = 32"), out
+        )
         status, out, _ = self.run_command(self.model, self.model, *CPU)
         self.assertEqual(status, 1)
         self.assertRegex(out, "^DDTREE does not serve .*:\n  DDTREE: .* got the target itself")
@@ -188,6 +210,10 @@ class TestWeightBytes(CheckCase):
         self.assertEqual(weight_bytes(str(self.model), None), 100)
         (self.model / INDEX).write_text(json.dumps(dict(metadata=dict(total_size=12345))))
         self.assertEqual(weight_bytes(str(self.model), None), 12345)
+
+    def test_a_file_on_the_hub(self):
+        FakeHub(self)
+        self.assertEqual(weight_bytes("owner/there", None), FakeHub.SIZE)
 
     def test_a_hub_that_cannot_be_asked(self):
         FakeHub(self)

@@ -51,6 +51,7 @@ from sglang.srt.speculative.ddtree.coverage import (
     layer_shape,
     not_covered,
     not_prefilled_by_torch,
+    torch_prefill_fault,
     verify_layers,
     widest_window,
 )
@@ -675,10 +676,7 @@ def with_tree_verify(
         ValueError: tree verify cannot wrap the backend, or nothing covers the model's attention.
     """
     if runner.prefill_attention_backend_str == "torch_native" and (wanted := not_prefilled_by_torch(runner)):
-        raise ValueError(
-            "DDTREE: --prefill-attention-backend: expected a backend that supports "
-            f"{' and '.join(wanted)}, such as 'triton' on CUDA, got 'torch_native'."
-        )
+        raise ValueError(torch_prefill_fault(wanted))
     wrap_inner = partial(
         with_tree_verify, runner=runner, mode=mode, num_nodes=num_nodes, graph_ancestors=graph_ancestors
     )

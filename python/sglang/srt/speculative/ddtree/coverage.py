@@ -151,9 +151,7 @@ def not_prefilled_by_torch(runner: ModelRunner) -> list[str]:
     """
     layers = verify_layers(runner.model)
     gaps = {
-        "MLA": runner.use_mla_backend,
         "capped attention logits": any(layer.logit_cap for layer in layers),
-        "attention sinks": runner.model_config.has_attention_sinks,
         # On a CPU, DDTREE's wrapper of this backend translates the slots.
         "a KV pool for sliding windows (unless --disable-hybrid-swa-memory is given)": (
             runner.is_hybrid_swa and torch.device(runner.device).type == "cuda"
@@ -162,4 +160,23 @@ def not_prefilled_by_torch(runner: ModelRunner) -> list[str]:
             is_scaled(layer) and applies_scales(layer, runner.kv_cache_dtype) for layer in layers
         ),
     }
-    return [name for name, present in gaps.items() if present]
+    known = torch_prefill_gaps(mla=runner.use_mla_backend, sinks=runner.model_config.has_attention_sinks)
+    return known + [name for name, present in gaps.items() if present]
+
+
+def torch_prefill_gaps(*, mla: bool, sinks: bool) -> list[str]:
+    """Name what a configuration alone tells of not_prefilled_by_torch().
+
+    Args:
+        mla: whether the target runs MLA.
+        sinks: whether it has attention sinks.
+    """
+    return [name for name, present in {"MLA": mla, "attention sinks": sinks}.items() if present]
+
+
+def torch_prefill_fault(gaps: list[str]) -> str:
+    """Say why SGLang's torch backend cannot prefill a target with these gaps, at least one."""
+    return (
+        f"DDTREE: --prefill-attention-backend: expected a backend that supports {' and '.join(gaps)}, such as 'triton' on "
+        "CUDA, got 'torch_native'."
+    )

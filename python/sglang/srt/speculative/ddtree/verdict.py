@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.speculative.ddtree.checkpoint import (
     REVISION_FLAGS,
@@ -16,7 +17,13 @@ from sglang.srt.speculative.ddtree.checkpoint import (
     refuse_missing,
     weight_bytes,
 )
-from sglang.srt.speculative.ddtree.coverage import attention_gaps, block_gaps, draft_window_fault
+from sglang.srt.speculative.ddtree.coverage import (
+    attention_gaps,
+    block_gaps,
+    draft_window_fault,
+    torch_prefill_fault,
+    torch_prefill_gaps,
+)
 from sglang.srt.speculative.ddtree.target import kv_layers, refuse_target, state_bytes, target_faults
 
 if TYPE_CHECKING:
@@ -159,6 +166,11 @@ def _refusals(models: Models) -> Iterator[str]:
         models.target, device=models.device, num_nodes=args.speculative_num_draft_tokens
     ):
         yield f"{prefix}: {fault}"
+    prefill, _ = attention_backends_of(args)
+    mla = models.target.attention_arch == AttentionArch.MLA
+    gaps = torch_prefill_gaps(mla=mla, sinks=models.target.has_attention_sinks)
+    if prefill == "torch_native" and gaps:
+        yield torch_prefill_fault(gaps)
     if models.device == "cpu" and (gaps := models.target_gaps()):
         yield f"{prefix}: expected attention that the tree ops cover, got {'; '.join(gaps)}."
     if args.speculative_draft_window_size is not None and (gaps := models.drafter_gaps()):
