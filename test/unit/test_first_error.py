@@ -1,4 +1,4 @@
-"""A wrong list in a request's body costs one report, and what the routes accept is what upstream's models accept."""
+"""A wrong list or object in a request's body costs one report, and what the routes accept is what upstream's models accept."""
 
 import json
 import unittest
@@ -26,6 +26,7 @@ WRONG = [
     ("/v1/chat/completions", "messages", lambda n: [{}] * n),
     ("/v1/chat/completions", "messages", lambda n: [{"role": "user", "content": [0] * n}]),
     ("/v1/completions", "prompt", lambda n: [{}] * n),
+    ("/v1/completions", "logit_bias", lambda n: {str(i): [] for i in range(n)}),
     ("/generate", "input_ids", lambda n: ["a"] * n),
 ]
 RIGHT = [
@@ -43,7 +44,7 @@ def body_field(path):
 
 
 class TestFirstError(CustomTestCase):
-    def test_a_wrong_list_costs_one_report(self):
+    def test_a_wrong_collection_costs_one_report(self):
         client = TestClient(app)
         for path, field, wrong in WRONG:
             with self.subTest(path=path, field=field):

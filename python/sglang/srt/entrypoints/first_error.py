@@ -1,4 +1,4 @@
-"""Ends the validation of a list in a request's body at its first wrong element.
+"""Ends the validation of a list or an object in a request's body at its first wrong element.
 
 Pydantic reports every wrong element, once per type that the element could have had. A list of 100,000 numbers in place of
 messages gives millions of reports, and the HTTP process spends minutes on writing them down. No other request is answered
@@ -14,11 +14,11 @@ from pydantic_core import SchemaValidator
 if TYPE_CHECKING:
     from fastapi.routing import APIRoute
 
-LISTS = ("list", "set", "frozenset", "tuple")
+COLLECTIONS = ("list", "set", "frozenset", "tuple", "dict")
 
 
 def stop_at_first_error(route: APIRoute) -> None:
-    """Make a route refuse a list of its body at the first wrong element. What it accepts stays the same.
+    """Make a route refuse a list or an object at its first wrong element. What the route accepts stays the same.
 
     Args:
         route: a route of the HTTP server. One without a body stays as it is.
@@ -31,10 +31,10 @@ def stop_at_first_error(route: APIRoute) -> None:
 
 
 def _fail_fast(schema: Any) -> Any:
-    """A copy of a pydantic core schema in which every list ends at its first error."""
+    """A copy of a pydantic core schema in which every collection ends at its first error."""
     if isinstance(schema, dict):
         copy = {name: _fail_fast(inner) for name, inner in schema.items()}
-        return copy | {"fail_fast": True} if schema.get("type") in LISTS else copy
+        return copy | {"fail_fast": True} if schema.get("type") in COLLECTIONS else copy
     if isinstance(schema, (list, tuple)):
         return type(schema)(_fail_fast(inner) for inner in schema)
     return schema
