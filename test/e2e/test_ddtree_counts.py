@@ -1,15 +1,25 @@
 """What is counted for a request ends where the request ends, as with plain decoding."""
 
+import json
+import os
 import unittest
 
+import requests
 from sglang.srt.managers.io_struct import GetInternalStateReq
+from sglang.srt.utils import kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase, popen_launch_server
 from support.cases import DDTreeCase
 from support.jobs import stop_options
 from support.processes import run_engine
 from support.prompts import PROMPTS
 
-register_cpu_ci(est_time=40, suite="e2e")
+from tools import demo_model
+from tools.serve import DEMO_DRAFTER, QUESTION
+
+register_cpu_ci(est_time=130, suite="e2e")
+
+URL = f"http://127.0.0.1:{int(os.environ.get('SGLANG_TEST_PORT', '21090')) + 19}"
 
 LENGTH = 24
 WITH_TOKENIZER = {"skip_tokenizer_init": False}  # stop strings need it
@@ -74,6 +84,71 @@ class TestReasoningTokens(DDTreeCase):
 
     def test_opened_by_the_model(self):
         self.check([0, 0, 0])
+
+
+class TestUsage(CustomTestCase):
+    """The demo model never closes its reasoning, so all of an answer is reasoning. Its steps have several tokens."""
+
+    @classmethod
+    def setUpClass(cls):
+        server = popen_launch_server(
+            str(demo_model.prepare(demo_model.default_folder())), URL, timeout=400, device="cpu",
+            other_args=[
+                "--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(DEMO_DRAFTER),
+                "--speculative-num-draft-tokens", "16", "--reasoning-parser", "deepseek-r1", "--skip-server-warmup",
+                "--max-total-tokens", "4096", "--max-running-requests", "8", "--served-model-name", "m",
+            ],
+        )  # fmt: skip
+        cls.addClassCleanup(kill_process_tree, server.pid)
+
+    def chat(self, **further):
+        body = {"model": "m", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+        return requests.post(f"{URL}/v1/chat/completions", json=body | further, timeout=300)
+
+    def test_every_length_and_answer_count(self):
+        for length in range(1, 8):
+            for n in (1, 3):
+                with self.subTest(length=length, n=n):
+                    usage = self.chat(max_tokens=length, n=n).json()["usage"]
+                    self.assertEqual(usage["completion_tokens"], length * n)
+                    self.assertEqual(usage["reasoning_tokens"], length * n)
+
+    def test_streams(self):
+        options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        for n in (1, 3):
+            for length in (5, 6, 7):
+                with self.subTest(length=length, n=n):
+                    lines = self.chat(max_tokens=length, n=n, **options).iter_lines()
+                    events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+                    usages = [event["usage"] for event in events if event.get("usage")]
+                    for usage in usages:
+                        self.assertEqual(usage["reasoning_tokens"], usage["completion_tokens"])
+                    self.assertEqual(usages[-1]["completion_tokens"], length * n)
+
+    def test_generate(self):
+        for n in (1, 3):
+            for stream in (False, True):
+                with self.subTest(n=n, stream=stream):
+                    body = {
+                        "text": QUESTION,
+                        "require_reasoning": True,
+                        "stream": stream,
+                        "sampling_params": {"temperature": 0, "max_new_tokens": 6, "n": n},
+                    }
+                    answer = requests.post(f"{URL}/generate", json=body, timeout=300)
+                    if stream:
+                        lines = [line for line in answer.iter_lines() if line.startswith(b"data: {")]
+                        answers = [json.loads(line[6:]) for line in lines]
+                        answers = [one for one in answers if one["meta_info"]["finish_reason"]]
+                    else:
+                        answers = answer.json() if n > 1 else [answer.json()]
+                    counts = [
+                        (one["meta_info"]["reasoning_tokens"], one["meta_info"]["completion_tokens"])
+                        for one in answers
+                    ]
+                    self.assertEqual(counts, [(6, 6)] * n)
+                    steps = [one["meta_info"]["spec_verify_ct"] for one in answers]
+                    self.assertLess(max(steps), 5, "each step had one token")
 
 
 if __name__ == "__main__":
