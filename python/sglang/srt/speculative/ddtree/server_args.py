@@ -318,17 +318,12 @@ def resolve_widths(args: ServerArgs) -> None:
     # Here and not above: the plug-in is imported by every process, and this import loads the op libraries.
     from sgl_kernel.ddtree import MAX_CANDIDATES, MAX_DEPTH, MAX_NODES, MAX_RECURRENT_NODES
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.speculative.ddtree.domino import DominoHead
     from sglang.srt.speculative.ddtree.heads import head_class, trained_block_size
 
     config = drafter_config(args)
     head = head_class(config)
     auto = args.speculative_ddtree_budget == AUTO_BUDGET
     recurrent = mambaish_config(model_config_of(args)) is not None
-    if auto and head is DominoHead:
-        raise ValueError(
-            "DDTREE: --speculative-ddtree-budget: expected a number of nodes for a drafter with a Domino head, got 'auto': it "
-            "was never tried."
         )
     max_nodes = MAX_RECURRENT_NODES if recurrent and _device(args) == "cuda" else MAX_NODES
     block_size = args.speculative_dflash_block_size
