@@ -324,7 +324,6 @@ def resolve_widths(args: ServerArgs) -> None:
     head = head_class(config)
     auto = args.speculative_ddtree_budget == AUTO_BUDGET
     recurrent = mambaish_config(model_config_of(args)) is not None
-        )
     max_nodes = MAX_RECURRENT_NODES if recurrent and _device(args) == "cuda" else MAX_NODES
     block_size = args.speculative_dflash_block_size
     if block_size is None:
