@@ -26,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import threading
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,7 @@ class Measurement:
         self,
         engine: Engine,
         ready: Any,
+        stop: Any,
         turn: Any,
         batches: list[dict[str, list[list[int]]]],
         options: argparse.Namespace,
@@ -164,6 +166,7 @@ class Measurement:
         Args:
             engine: to measure.
             ready: barrier of the group's engines. A round begins when all of them have reached it.
+            stop: event. Once it is set, no round begins.
             turn: lock. One engine is measured at a time.
             batches: prompts of each batch, by its name, of each round.
             options: the command's.
@@ -183,6 +186,8 @@ class Measurement:
                 ready.wait(START_SECONDS)
             except threading.BrokenBarrierError:
                 pass  # another engine did not start
+            if stop.is_set():
+                break
             with turn:
                 for name, prompts in of_round.items():
                     decode(engine, prompts, 2 * SKIPPED_STEPS)  # fills the radix cache with the prompts
@@ -191,6 +196,22 @@ class Measurement:
                         row["profile"] = profile(engine, stages, prompts)
                     rows.append(row)
         return rows
+
+
+class LastRound:
+    """Sets an event when there is no time for another round. It is the action of the barrier between rounds.
+
+    Args:
+        stop: the event.
+        deadline: time.monotonic() of the host.
+    """
+
+    def __init__(self, stop: Any, deadline: float) -> None:
+        self.stop, self.deadline = stop, deadline
+
+    def __call__(self) -> None:
+        if time.monotonic() > self.deadline:
+            self.stop.set()
 
 
 def show(case: str, row: dict[str, Any], kernels: int) -> None:
@@ -363,6 +384,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=160, help="tokens per answer")
     parser.add_argument("--at-once", type=int, default=4, help="engines of a group")
     parser.add_argument("--rounds", type=int, default=1, help="how often each engine of a group is measured")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
     parser.add_argument("--kernels", type=int, default=12, help="the longest kernels to print")
     parser.add_argument("--no-profile", action="store_true", help="only time the host")
     parser.add_argument("--device", default="cuda")
@@ -377,6 +399,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    deadline = time.monotonic() + options.seconds
     cuda = options.device == "cuda"
     folder = tempfile.TemporaryDirectory()
     drafted = dict(model_path=options.model, speculative_draft_model_path=options.drafter)
@@ -416,10 +439,11 @@ def main() -> None:
     groups = []  # all processes start at once: the imports of a group take place while another one is measured
     for i in range(0, len(options.cases), options.at_once):
         cases = options.cases[i : i + options.at_once]
-        may_start, ready = context.Event(), context.Barrier(len(cases))
+        may_start, stop = context.Event(), context.Event()
+        ready = context.Barrier(len(cases), LastRound(stop, deadline))
         groups.append((may_start, [
             (case, EngineProcess(engine_arguments(case, plain, drafted, options.backend), Measurement(may_start), ready,
-                                 turn, batches, options))
+                                 stop, turn, batches, options))
             for case in cases
         ]))  # fmt: skip
     for may_start, children in groups:

@@ -1,8 +1,12 @@
 """DDTREE with `--speculative-ddtree-budget auto`: answers stay exact while the widths of the trees change."""
 
 import itertools
+import tempfile
 import unittest
+from pathlib import Path
 
+from sglang.srt.speculative.ddtree.draw import draw, find_tree
+from sglang.srt.speculative.ddtree.trace import read_trace, replay
 from sglang.test.ci.ci_register import register_cpu_ci
 from support.budget import Auto
 from support.cases import DDTreeCase
@@ -70,6 +74,45 @@ class TestGreedy(BudgetCase):
         self.assertGreater(cached, len(PROMPTS[4]) + 10, "the answer's KV was not in the cache")
         self.assertEqual(run_engine(self.plain, answer_twice)[0], answer)
         self.assertEqual(second[:10], answer[30:])
+
+
+class TestTrace(BudgetCase):
+    def test_a_replay_makes_the_same_choices(self):
+        """The trace also holds every tree, and what each step emitted adds up to the answers."""
+        trace = Path(self.enterContext(tempfile.TemporaryDirectory()), "trace.jsonl")
+        found, widths = run_engine(
+            self.tree | {"speculative_ddtree_trace": str(trace)}, Auto(greedy, cycle=False)
+        )
+        recorded, chosen = replay(read_trace(trace))
+        self.assertEqual(recorded, chosen)
+        self.assertEqual(recorded, widths)
+        steps = [line for line in read_trace(trace) if "step" in line]
+        self.assertEqual([line["width"] for line in steps], widths[: len(steps)])
+        self.assertGreaterEqual(len(steps), len(widths) - 2)
+        emitted = {}
+        for line in steps:
+            for request in line["requests"]:
+                self.assertLessEqual(len(request["tokens"]), line["width"])
+                self.assertEqual(
+                    request["emitted"][:-1], [request["tokens"][node] for node in request["path"][1:]]
+                )
+                emitted.setdefault(request["id"], []).extend(request["emitted"])
+        answers = {f"r{i + 1}": output for i, output in enumerate(found.outputs)}
+        for name, output in answers.items():
+            tokens = emitted[name]
+            self.assertEqual(tokens[:20], output[1:21], "the first token is prefill's")
+        step, entry = find_tree(trace, None, None)
+        self.assertIn(
+            f"{len(entry['tokens'])} nodes", draw(entry, f"step {step}: {len(entry['tokens'])} nodes")
+        )
+
+    def test_a_trace_of_one_width(self):
+        trace = Path(self.enterContext(tempfile.TemporaryDirectory()), "trace.jsonl")
+        fixed = {"speculative_ddtree_budget": "16", "speculative_ddtree_trace": str(trace)}
+        run_engine(self.tree | fixed, greedy)
+        lines = list(read_trace(trace))
+        self.assertEqual({line["width"] for line in lines[1:]}, {16})
+        self.assertTrue(any(len(request["path"]) > 1 for line in lines[1:] for request in line["requests"]))
 
 
 class TestSampling(SamplingCheck, BudgetCase):

@@ -19,7 +19,7 @@ VOCABULARY = 12
 
 
 def step(bs, block_size, num_candidates, num_nodes, width, pairs=False, seed=0):
-    """A draft and a verify of made-up logits: (trees, candidates, accepted)."""
+    """A draft and a verify of made-up logits: (trees, candidates, scores, accepted)."""
     generator = torch.Generator().manual_seed(seed)
     every = 2 * torch.randn(bs, block_size - 1, VOCABULARY, generator=generator)
     logits, candidates = every.topk(num_candidates)
@@ -28,8 +28,8 @@ def step(bs, block_size, num_candidates, num_nodes, width, pairs=False, seed=0):
         shape = (*logits.shape, num_candidates)
         scores = logits[:, :, None] + torch.randn(shape, generator=generator)
         found = Candidates(candidates, scores.log_softmax(-1))
-    trees = DraftTrees.allocate(bs, num_nodes, "cpu")
-    build_trees(candidates, found.log_probs, torch.arange(bs), trees, log_sum=found.log_sum)
+    trees, scores = DraftTrees.allocate(bs, num_nodes, "cpu"), torch.empty(bs, num_nodes)
+    build_trees(candidates, found.log_probs, torch.arange(bs), trees, log_sum=found.log_sum, scores=scores)
     cut = first_nodes(trees, width)
     accepted = Accepted.allocate(bs, block_size, "cpu")
     # The drafter's first choice twice out of three times.
@@ -40,12 +40,12 @@ def step(bs, block_size, num_candidates, num_nodes, width, pairs=False, seed=0):
             if child >= 0 and float(torch.rand((), generator=generator)) < 0.8:
                 target[r, j] = cut.tokens[r, child]
     accept_path(cut, target, accepted)
-    return trees, found, accepted
+    return trees, found, scores, accepted
 
 
 class TestExpectation(CustomTestCase):
     def check(self, bs, block_size, num_candidates, widths, width, pairs=False):
-        trees, candidates, accepted = step(bs, block_size, num_candidates, widths[-1], width, pairs)
+        trees, candidates, scores, accepted = step(bs, block_size, num_candidates, widths[-1], width, pairs)
         found = Expectation(
             widths=widths,
             max_requests=bs + 1,
@@ -55,7 +55,8 @@ class TestExpectation(CustomTestCase):
         )
         found.factors.uniform_(0.3, 1.5)
         rows = torch.arange(bs)  # the first is padding
-        found.predict(trees, candidates)
+        found.scores[:bs] = scores
+        found.predict(trees, candidates.tokens)
         found.count(trees, accepted, rows, width)
         counts = torch.zeros(2, block_size - 1, num_candidates, dtype=torch.float64)
         for r in range(bs):
@@ -119,7 +120,7 @@ def compare_kernels():
         (3, 8, 8, (1, 8, 16, 40), 16, True),
         (2, 6, 8, (1, 64, 130), 64, False),
     ):
-        trees, candidates, accepted = step(bs, block_size, num_candidates, widths[-1], width, pairs)
+        trees, candidates, scores, accepted = step(bs, block_size, num_candidates, widths[-1], width, pairs)
         rows = torch.arange(bs).flip(0)
         results = []
         for on_card in (False, True):
@@ -135,7 +136,8 @@ def compare_kernels():
             count = expectation._count_on_card if on_card else expectation._count
             predict(
                 trees,
-                candidates,
+                candidates.tokens,
+                scores,
                 found.factors,
                 found._widths,
                 found.ranks,

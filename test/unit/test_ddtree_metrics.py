@@ -3,7 +3,7 @@
 import unittest
 
 import torch
-from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, Difference
+from sglang.srt.speculative.ddtree.metrics import PHASES, TIME_EVERY, DDTreeMetrics, Difference, PhaseTimer
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -31,6 +31,26 @@ class TestMetrics(CustomTestCase):
         self.assertIsNone(value("accept_length_bucket", le="5.0"))
         self.assertEqual([value("accepted_nodes_total", depth=str(d)) for d in (1, 2, 3)], [3, 2, 2])
         self.assertIsNone(value("accepted_nodes_total", depth="4"))
+        for nodes in (8, 1, 8):
+            metrics.count_step(nodes, 0.25)
+        metrics.time_phases({"draft": 0.002, "commit": 0.001})
+        self.assertEqual([value("steps_total", nodes=nodes) for nodes in ("1", "8")], [1, 2])
+        self.assertEqual(value("calibration_error"), 0.25)
+        self.assertEqual(value("phase_seconds_sum", phase="draft"), 0.002)
+        self.assertEqual(value("phase_seconds_count", phase="verify"), 0)
+
+
+class TestPhaseTimer(CustomTestCase):
+    def test_it_times_one_step_in_many(self):
+        timer, found = PhaseTimer(on_card=False), []
+        for _ in range(3 * TIME_EVERY):
+            found.append(timer.begin())
+            for _phase in PHASES:
+                timer.mark()
+        timed = [step for step, seconds in enumerate(found) if seconds is not None]
+        self.assertEqual(timed, [TIME_EVERY, 2 * TIME_EVERY])
+        self.assertEqual(tuple(found[TIME_EVERY]), PHASES)
+        self.assertTrue(all(seconds >= 0.0 for seconds in found[TIME_EVERY].values()))
 
 
 class TestDifference(CustomTestCase):

@@ -71,6 +71,36 @@ class TestWidths(ArgumentsCase):
             with self.assertRaisesRegex(ValueError, message):
                 self.resolve(**arguments)
 
+    def test_budget(self):
+        """auto is the widest tree; a number is another way to give N."""
+        self.assertEqual(self.widths(speculative_ddtree_budget="auto")[0], server_args.DEFAULT_AUTO_NODES)
+        self.assertEqual(
+            self.widths(speculative_ddtree_budget="auto", speculative_num_draft_tokens=20)[0], 20
+        )
+        self.assertEqual(self.widths(speculative_ddtree_budget="24")[0], 24)
+        self.assertEqual(self.widths(speculative_ddtree_budget="24", speculative_num_draft_tokens=24)[0], 24)
+
+    def test_budgets_that_are_refused(self):
+        for arguments, message in (
+            (dict(speculative_ddtree_budget="fast"), "expected 'auto' or a number of nodes, got 'fast'"),
+            (dict(speculative_ddtree_budget="-4"), "expected 'auto' or a number of nodes, got '-4'"),
+            (dict(speculative_ddtree_budget="1"), "expected 2 to 256, got 1"),
+            (
+                dict(speculative_ddtree_budget="16", speculative_num_draft_tokens=32),
+                "--speculative-ddtree-budget: expected --speculative-num-draft-tokens, which is 32, or 'auto', got 16",
+            ),
+            (
+                dict(speculative_ddtree_budget="auto", speculative_ddtree_verify="validate"),
+                "--speculative-ddtree-verify: expected 'native' with --speculative-ddtree-budget auto, got 'validate'",
+            ),
+            (
+                dict(speculative_ddtree_trace="/no/such/folder/trace"),
+                "expected a file in a folder that exists",
+            ),
+        ):
+            with self.subTest(arguments), self.assertRaisesRegex(ValueError, message):
+                self.resolve(**arguments)
+
     def test_the_block_is_cut_to_the_tree(self):
         self.assertEqual(self.widths(speculative_num_draft_tokens=4)[:2], (4, 4))
 

@@ -13,12 +13,14 @@ can be replayed, and the ranks of a tensor-parallel server agree without talking
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 STANDARD_WIDTHS = (1, 16, 24, 32, 48, 64)
 
+DECIDE_EVERY = 4  # steps of one kind; the host's time is a part of a small model's step
 HYSTERESIS = 0.015  # another width must promise this much more than the present one
 RATE_OF_COSTS = 0.2  # weight of a new time in the mean of its kind
 RATE_OF_PROMISES = 0.08  # weight of a new step in the mean of what widths promise
@@ -30,10 +32,7 @@ SURPRISE = 0.15  # a time this far from the expected one makes the other times o
 FIRST_PROBE, LAST_PROBE = 8, 1024  # steps between two tries of a width that is not the present one
 TRUSTED_PROBE = 64  # the first of these while no time was a surprise
 PRICE = 10.0  # a try that loses the tokens of one step is made this many times more seldom
-FIRST_PRICE, LAST_PRICE = (
-    8.0,
-    100.0,
-)  # limits of that: for the first try, if no time was a surprise, and for later ones
+FIRST_PRICE, LAST_PRICE = 30.0, 100.0  # limits of that, for the first try and for later ones
 PROBE_STEPS = (
     6  # of the best width with a draft, while the present one has none: promises are then out of date
 )
@@ -169,17 +168,19 @@ class _Kind:
     """What the budget remembers of one kind of load.
 
     Attributes:
-        width: the present choice.
+        width: the present choice; 0 before the first.
         steps: of this kind so far.
         due: by width, the step at which it is tried next, and the steps until the try after that.
+        next_due: step at which a width may be due.
         surprises: times in a row that were one.
         doubtful: whether the table's times were found to be wrong.
         probe, left: a width that is being tried, and for how many steps more.
     """
 
-    width: int
+    width: int = 0
     steps: int = 0
     due: dict[int, tuple[int, int]] = field(default_factory=dict)
+    next_due: int = 0
     surprises: int = 0
     doubtful: bool = False
     probe: int = 0
@@ -202,6 +203,7 @@ class Budget:
         # Tokens per step and request by width. Before the first draft: an average drafter's.
         self.expected = [1.0 + 1.5 * (1.0 - 1.0 / width**0.5) for width in self.widths]
         self._kinds: dict[tuple[int, bool], _Kind] = {}
+        self._latest: _Kind | None = None
         # Steps with a draft, and means over the last of them: tokens that they promised and emitted, per request.
         self._drafts, self._promised, self._emitted = 0, 1.0, 1.0
 
@@ -216,16 +218,26 @@ class Budget:
         Returns:
             One of the widths.
         """
+        key = self.costs.kind(load)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _Kind()
+        if kind.steps % DECIDE_EVERY == 0 or self._latest is not kind:
+            self._decide(kind, load)
+        self._latest = kind
+        kind.steps += 1
+        if kind.left:
+            kind.left -= 1
+            return kind.probe
+        if self.probes and kind.steps >= kind.next_due:
+            return self._probe(kind, load)
+        return kind.width
+
+    def _decide(self, kind: _Kind, load: Load) -> None:
         rates = {width: self.rate(load, width) for width in self.widths}
         best = max(rates, key=rates.__getitem__)
-        kind = self._kinds.setdefault(self.costs.kind(load), _Kind(best))
-        if rates[best] > (1.0 + HYSTERESIS) * rates[kind.width]:
+        if kind.width == 0 or rates[best] > (1.0 + HYSTERESIS) * rates[kind.width]:
             kind.width = best
-        kind.steps += 1
-        width = kind.width
-        if self.probes:
-            width = self._probe(kind, load) or width
-        return width
 
     def rate(self, load: Load, width: int) -> float:
         """Return the expected tokens per second of a step."""
@@ -246,11 +258,8 @@ class Budget:
         """|promised - emitted| / emitted tokens per step, of the last steps with a draft. 0 before the first."""
         return abs(self._promised - self._emitted) / self._emitted
 
-    def _probe(self, kind: _Kind, load: Load) -> int | None:
-        """Return a width that is due to be tried, if one is."""
-        if kind.left:
-            kind.left -= 1
-            return kind.probe
+    def _probe(self, kind: _Kind, load: Load) -> int:
+        """Return a width that is due to be tried, or the present one."""
         trusted = self.costs.measured and not kind.doubtful
         first = TRUSTED_PROBE if trusted else FIRST_PROBE
         for i, width in enumerate(self.widths):
@@ -258,15 +267,17 @@ class Budget:
                 at = first * (min(FIRST_PRICE, self._price(load, kind.width, width)) if trusted else 1.0)
                 # Not all at once.
                 kind.due[width] = kind.steps + int(at) + (i * first) // len(self.widths), first
-        for width, (at, wait) in kind.due.items():
-            if width != kind.width and kind.steps >= at:
-                wait, price = min(2 * wait, LAST_PROBE), self._price(load, kind.width, width)
-                kind.due[width] = kind.steps + int(wait * min(LAST_PRICE, price)), wait
-                drafted = [other for other in self.widths if other > 1]
-                if kind.width == 1 and width == max(drafted, key=lambda other: self.rate(load, other)):
-                    kind.probe, kind.left = width, PROBE_STEPS - 1
-                return width
-        return None
+        due = {width: at for width, (at, _) in kind.due.items() if width != kind.width}
+        width = min(due, key=due.__getitem__)
+        if kind.steps < due[width]:
+            kind.next_due = due[width]
+            return kind.width
+        wait, price = min(2 * kind.due[width][1], LAST_PROBE), self._price(load, kind.width, width)
+        kind.due[width] = kind.steps + int(wait * min(LAST_PRICE, price)), wait
+        drafted = [other for other in self.widths if other > 1]
+        if kind.width == 1 and width == max(drafted, key=lambda other: self.rate(load, other)):
+            kind.probe, kind.left = width, PROBE_STEPS - 1
+        return width
 
     def _price(self, load: Load, present: int, width: int) -> float:
         """Return how much more seldom to try a width than one that is as good as the present one."""
@@ -278,7 +289,8 @@ class Budget:
 
     def observe(self, step: Step) -> None:
         """Take in what the device reports of a step."""
-        if step.expected is not None and step.emitted is not None:
+        # Not a number: of a target whose logits are not.
+        if step.expected is not None and step.emitted is not None and math.isfinite(sum(step.expected)):
             self._drafts += 1
             weight = max(RATE_OF_TRUST, 1.0 / self._drafts)
             promised = step.expected[self.widths.index(step.width)]
@@ -293,4 +305,4 @@ class Budget:
         surprised = self.costs.observe(step.load, step.width, step.seconds)
         kind.surprises = kind.surprises + 1 if surprised else 0
         if surprised and (first or kind.surprises == 2):  # otherwise one alone is noise
-            kind.due, kind.doubtful = {}, True
+            kind.due, kind.next_due, kind.doubtful = {}, 0, True

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from sgl_kernel.ddtree import Accepted, DraftTrees, ancestor_mask
-from sglang.srt.speculative.ddtree.heads import Candidates
 
 FIXED_POINT = 1 << 16  # sums of integers do not depend on their order, so all ranks find the same
 
@@ -48,20 +47,22 @@ class Expectation:
         # Negative ranks: the root and padding.
         self.ranks = torch.full((max_requests, widths[-1]), -1, dtype=torch.int32, device=device)
         self.probabilities = torch.zeros(max_requests, widths[-1], dtype=torch.float32, device=device)
+        self.scores = torch.zeros(max_requests, widths[-1], dtype=torch.float32, device=device)
         self._widths = torch.tensor(widths, dtype=torch.int32, device=device)
 
-    def predict(self, trees: DraftTrees, candidates: Candidates) -> None:
+    def predict(self, trees: DraftTrees, candidates: torch.Tensor) -> None:
         """Write ranks, probabilities, and the expected tokens of the report.
 
         Args:
-            trees: that were built from the candidates, of the widest N.
-            candidates: marginals or pairs.
+            trees: of the widest N. build_trees() has written their nodes' scores to self.scores.
+            candidates: [bs, D, K] int64, the tokens that they were built from.
         """
         bs = trees.tokens.shape[0]
         run = _predict_on_card if trees.tokens.is_cuda else _predict
         run(
             trees,
             candidates,
+            self.scores[:bs],
             self.factors,
             self._widths,
             self.ranks[:bs],
@@ -94,7 +95,8 @@ class Expectation:
 
 def _predict(
     trees: DraftTrees,
-    candidates: Candidates,
+    candidates: torch.Tensor,
+    scores: torch.Tensor,
     factors: torch.Tensor,
     widths: torch.Tensor,
     ranks: torch.Tensor,
@@ -107,15 +109,9 @@ def _predict(
     request = torch.arange(bs, device=at.device)[:, None]
     node = torch.arange(num_nodes, device=at.device)
     drafted = (node > 0) & (node < trees.sizes[:, None])
-    rank = (candidates.tokens[request, at] == trees.tokens[..., None]).long().argmax(-1)
-    where = request, at, rank
-    if candidates.log_probs.dim() == 4:
-        parent = trees.parents.long().clamp(min=0)
-        where = request, at, torch.where(at > 0, rank.gather(1, parent), 0), rank
-    log_probability = candidates.log_probs[where]
-    if candidates.log_sum is not None:
-        log_probability = log_probability - candidates.log_sum[request, at]
-    probability = torch.where(drafted, log_probability.exp(), 0.0)
+    rank = (candidates[request, at] == trees.tokens[..., None]).long().argmax(-1)
+    of_parent = scores.gather(1, trees.parents.long().clamp(min=0))
+    probability = torch.where(drafted, (scores - of_parent).exp(), 0.0)
     ranks.copy_(torch.where(drafted, rank, -1))
     probabilities.copy_(probability)
     calibrated = (probability * factors[at, rank]).clamp(1e-9, 1.0).log()
@@ -154,7 +150,8 @@ def _count(
 
 def _predict_on_card(
     trees: DraftTrees,
-    candidates: Candidates,
+    candidates: torch.Tensor,
+    scores: torch.Tensor,
     factors: torch.Tensor,
     widths: torch.Tensor,
     ranks: torch.Tensor,
@@ -163,13 +160,10 @@ def _predict_on_card(
 ) -> None:
     """Expectation.predict() in one kernel."""
     bs, num_nodes = trees.tokens.shape
-    has_sum = candidates.log_sum is not None
     _predict_kernel[bs,](
-        trees.tokens, trees.parents, trees.depths, trees.ancestors, trees.sizes, candidates.tokens, candidates.log_probs,
-        candidates.log_sum if has_sum else candidates.log_probs, factors, widths, ranks, probabilities, report,
-        N=num_nodes, NODES=triton.next_power_of_2(num_nodes), WORDS=trees.ancestors.shape[2],
-        D=candidates.tokens.shape[1], K=candidates.tokens.shape[2], WIDTHS=widths.numel(), HAS_SUM=has_sum,
-        PAIRS=candidates.log_probs.dim() == 4, num_warps=4,
+        trees.tokens, trees.parents, trees.depths, trees.ancestors, trees.sizes, candidates, scores, factors, widths,
+        ranks, probabilities, report, N=num_nodes, NODES=triton.next_power_of_2(num_nodes),
+        WORDS=trees.ancestors.shape[2], D=candidates.shape[1], K=candidates.shape[2], WIDTHS=widths.numel(), num_warps=4,
     )  # fmt: skip
 
 
@@ -200,8 +194,7 @@ def _predict_kernel(  # type: ignore[no-untyped-def]
     ancestors,
     sizes,
     candidates,
-    log_probs,
-    log_sum,
+    scores,
     factors,
     widths,
     ranks,
@@ -213,8 +206,6 @@ def _predict_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     K: tl.constexpr,
     WIDTHS: tl.constexpr,
-    HAS_SUM: tl.constexpr,
-    PAIRS: tl.constexpr,
 ):
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
@@ -229,17 +220,10 @@ def _predict_kernel(  # type: ignore[no-untyped-def]
         found = drafted & (tl.load(candidates + position * K + i, mask=drafted, other=-2) == token)
         rank = tl.where(found, i, rank)
     tl.store(ranks + row * N + node, rank, mask=here)
-    where = position * K + tl.maximum(rank, 0)
-    if PAIRS:
-        tl.debug_barrier()  # other threads of this program stored the parents' ranks
-        deep = drafted & (at > 0)
-        parent = tl.load(parents + row * N + node, mask=deep, other=0)
-        of_parent = tl.load(ranks + row * N + parent, mask=deep, other=0)
-        where = (position * K + of_parent) * K + tl.maximum(rank, 0)
-    log_probability = tl.load(log_probs + where, mask=drafted, other=-float("inf"))
-    if HAS_SUM:
-        log_probability -= tl.load(log_sum + position, mask=drafted, other=0.0)
-    probability = tl.where(drafted, tl.exp(log_probability), 0.0)
+    parent = tl.load(parents + row * N + node, mask=drafted, other=0)
+    score = tl.load(scores + row * N + node, mask=drafted, other=0.0)
+    of_parent = tl.load(scores + row * N + parent, mask=drafted, other=0.0)
+    probability = tl.where(drafted, tl.exp(score - of_parent), 0.0)
     tl.store(probabilities + row * N + node, probability, mask=here)
     factor = tl.load(factors + at * K + tl.maximum(rank, 0), mask=drafted, other=1.0)
     calibrated = tl.log(tl.minimum(tl.maximum(probability * factor, 1e-9), 1.0))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.runtime_context import get_spec
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READ_EVERY = 200  # verify steps between two readings of the difference
+TIME_EVERY = 64  # decode steps of which one is timed by phase
+PHASES = ("draft", "verify", "sample", "commit")
+SECONDS = tuple(base * 10.0**power for power in (-5, -4, -3, -2) for base in (1.0, 2.0, 5.0)) + (0.1,)
 
 
 def accept_length_so_far(reporter: SchedulerMetricsReporter) -> float | None:
@@ -73,6 +77,23 @@ class DDTreeMetrics:
             multiprocess_mode="mostrecent",
         )
         size.labels(**labels).set(num_nodes)
+        self._steps = Counter(
+            "sglang:ddtree_steps", "Decode steps by the nodes of their verify trees.", (*names, "nodes")
+        )
+        self._labels = labels
+        self._calibration = Gauge(
+            "sglang:ddtree_calibration_error",
+            "|expected - emitted| / emitted tokens of the last steps. Only with --speculative-ddtree-budget auto.",
+            names,
+            multiprocess_mode="mostrecent",
+        ).labels(**labels)
+        phases = Histogram(
+            "sglang:ddtree_phase_seconds",
+            f"Time of a decode step by phase, of one step in {TIME_EVERY}.",
+            (*names, "phase"),
+            buckets=SECONDS,
+        )
+        self._phases = {phase: phases.labels(**labels, phase=phase) for phase in PHASES}
         self._difference = Gauge(
             "sglang:ddtree_verify_difference",
             "Largest |native - base| attention output so far. Only with --speculative-ddtree-verify=validate.",
@@ -92,6 +113,24 @@ class DDTreeMetrics:
                 for counter in self._by_depth[:nodes]:
                     counter.inc()
 
+    def count_step(self, num_nodes: int, calibration_error: float | None) -> None:
+        """Count a step.
+
+        Args:
+            num_nodes: of its verify tree.
+            calibration_error: of the budget; None without one.
+        """
+        if self.enabled:
+            self._steps.labels(**self._labels, nodes=str(num_nodes)).inc()
+            if calibration_error is not None:
+                self._calibration.set(calibration_error)
+
+    def time_phases(self, seconds: dict[str, float]) -> None:
+        """Count the phases of a step: their seconds by name."""
+        if self.enabled:
+            for phase, value in seconds.items():
+                self._phases[phase].observe(value)
+
     def show_difference(self, difference: Difference) -> None:
         """Report the largest difference so far.
 
@@ -101,6 +140,55 @@ class DDTreeMetrics:
         logger.info("DDTREE verify validation: %s", difference)
         if self.enabled:
             self._difference.set(difference.value)
+
+
+class PhaseTimer:
+    """Times the phases of one step in TIME_EVERY, without waiting for the device.
+
+    Args:
+        on_card: whether the phases run on a device.
+    """
+
+    def __init__(self, on_card: bool) -> None:
+        self._on_card = on_card
+        self._steps = 0
+        self._times: bool = False
+        self._marks: list[Any] = []
+
+    def begin(self) -> dict[str, float] | None:
+        """Begin a step.
+
+        Returns:
+            The seconds of each phase of the step that was timed last, once they are known; else None.
+        """
+        self._steps += 1
+        found = self._read() if len(self._marks) == len(PHASES) + 1 else None
+        self._times = self._steps % TIME_EVERY == 0
+        if self._times:
+            self._marks = []
+            self.mark()
+        return found
+
+    def mark(self) -> None:
+        """Mark the end of a phase. The phases come in their order."""
+        if not self._times:
+            return
+        if not self._on_card:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def _read(self) -> dict[str, float] | None:
+        pairs = list(zip(PHASES, self._marks, self._marks[1:]))
+        if not self._on_card:
+            self._marks = []
+            return {phase: end - start for phase, start, end in pairs}
+        if not self._marks[-1].query():
+            return None
+        self._marks = []
+        return {phase: start.elapsed_time(end) / 1e3 for phase, start, end in pairs}
 
 
 class Difference:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.arg_groups.overrides import (
@@ -139,6 +140,11 @@ def refuse_asked_args(args: ServerArgs) -> None:
     if args.page_size is not None and args.page_size < 1:
         raise ValueError(f"DDTREE: --page-size: expected 1 or more tokens, got {args.page_size}.")
     asked_nodes(args)
+    trace = args.speculative_ddtree_trace
+    if trace is not None and not Path(trace).absolute().parent.is_dir():
+        raise ValueError(
+            f"DDTREE: --speculative-ddtree-trace: expected a file in a folder that exists, got {trace}."
+        )
     if args.speculative_ddtree_budget == AUTO_BUDGET and args.speculative_ddtree_verify != "native":
         raise ValueError(
             "DDTREE: --speculative-ddtree-verify: expected 'native' with --speculative-ddtree-budget auto, got "
@@ -318,18 +324,12 @@ def resolve_widths(args: ServerArgs) -> None:
     # Here and not above: the plug-in is imported by every process, and this import loads the op libraries.
     from sgl_kernel.ddtree import MAX_CANDIDATES, MAX_DEPTH, MAX_NODES, MAX_RECURRENT_NODES
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.speculative.ddtree.domino import DominoHead
     from sglang.srt.speculative.ddtree.heads import head_class, trained_block_size
 
     config = drafter_config(args)
     head = head_class(config)
     auto = args.speculative_ddtree_budget == AUTO_BUDGET
     recurrent = mambaish_config(model_config_of(args)) is not None
-    if auto and head is DominoHead:
-        raise ValueError(
-            "DDTREE: --speculative-ddtree-budget: expected a number of nodes for a drafter with a Domino head, got 'auto': it "
-            "was never tried."
-        )
     max_nodes = MAX_RECURRENT_NODES if recurrent and _device(args) == "cuda" else MAX_NODES
     block_size = args.speculative_dflash_block_size
     if block_size is None:
@@ -376,8 +376,6 @@ def resolve_widths(args: ServerArgs) -> None:
     args.speculative_eagle_topk = num_candidates
     args.speculative_dflash_block_size = block_size
     args.speculative_num_draft_tokens = num_nodes
-    if not auto:
-        args.speculative_ddtree_budget = str(num_nodes)
 
 
 def reserve_verify_memory(args: ServerArgs) -> None:

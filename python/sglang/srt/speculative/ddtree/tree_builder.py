@@ -116,6 +116,7 @@ class TreeBuilder:
         """
         bonus = input_ids.view(-1, self.block_size)[:, 0].contiguous()
         candidates = self.head.candidates(hidden_states.view(bonus.shape[0], self.block_size, -1), bonus)
+        scores = None if self.expectation is None else self.expectation.scores[: bonus.shape[0]]
         build_trees(
             candidates.tokens,
             candidates.log_probs,
@@ -123,10 +124,11 @@ class TreeBuilder:
             trees,
             log_sum=candidates.log_sum,
             beam=candidates.beam,
+            scores=scores,
             keep_top1_path=self.keep_top1_path,
         )
         if self.expectation is not None:
-            self.expectation.predict(trees, candidates)
+            self.expectation.predict(trees, candidates.tokens)
 
     def set_anchor(self, hidden: torch.Tensor | None, bs: int) -> None:
         """Give the head the drafter's states of the last committed tokens. Upstream calls it after every commit.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from sglang.srt.speculative.ddtree.budget import Budget, Load, Step
 from sglang.srt.speculative.ddtree.calibration import Calibration
 from sglang.srt.speculative.ddtree.expectation import FIXED_POINT, Expectation
+from sglang.srt.speculative.ddtree.trace import Trace
 
 LATE = 2  # steps
 READ_TOTALS_EVERY = 16  # steps
@@ -55,7 +55,7 @@ class WidthControl:
         expectation: the device's side.
         refines_costs: whether the steps' own times refine the costs. Not under tensor parallelism, where each rank would
             find other times and choose other widths.
-        on_step: called with each step that is read, and the number of it.
+        trace: records the budget's calls; None: nothing does.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class WidthControl:
         expectation: Expectation,
         *,
         refines_costs: bool,
-        on_step: Callable[[Step], None] = lambda step: None,
+        trace: Trace | None = None,
     ) -> None:
         self.budget = budget
         self.expectation = expectation
         self.refines_costs = refines_costs
-        self.on_step = on_step
+        self.trace = trace
         self.calibration = Calibration(*expectation.factors.shape)
         self._on_card = expectation.report.is_cuda
         self._slots = [self._new_slot() for _ in range(LATE + 2)]
@@ -90,8 +90,11 @@ class WidthControl:
         while len(self._pending) >= LATE:
             step = self._read(self._pending.popleft())
             self.budget.observe(step)
-            self.on_step(step)
+            if self.trace is not None:
+                self.trace.observe(step)
         width = self.budget.choose(load)
+        if self.trace is not None:
+            self.trace.choose(load, width)
         self._next = load, width
         return width
 

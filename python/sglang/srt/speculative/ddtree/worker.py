@@ -25,7 +25,7 @@ from sglang.srt.speculative.ddtree.expectation import Expectation
 from sglang.srt.speculative.ddtree.forward_step import ForwardStep
 from sglang.srt.speculative.ddtree.heads import HeadParts, make_head
 from sglang.srt.speculative.ddtree.kv_pool import KVGroup, commit_kv, describe_pools, kv_groups, refuse_layers
-from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader
+from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader, PhaseTimer
 from sglang.srt.speculative.ddtree.penalties import OutputPenalties
 from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates, recurrent_gaps
 from sglang.srt.speculative.ddtree.sampling import constrain, target_tokens
@@ -33,6 +33,7 @@ from sglang.srt.speculative.ddtree.seeds import follow_seeds, seeded
 from sglang.srt.speculative.ddtree.server_args import AUTO_BUDGET
 from sglang.srt.speculative.ddtree.step_costs import step_costs
 from sglang.srt.speculative.ddtree.step_graphs import StepGraphs
+from sglang.srt.speculative.ddtree.trace import Trace
 from sglang.srt.speculative.ddtree.tree_builder import TreeBuilder
 from sglang.srt.speculative.ddtree.weights import refuse_updates
 from sglang.srt.speculative.ddtree.width_control import WidthControl
@@ -86,6 +87,7 @@ class DDTreeWorker(DFlashWorkerV2):
         if spec.speculative_ddtree_budget == AUTO_BUDGET:
             self.widths = widths_up_to(self.num_nodes, spec.speculative_dflash_block_size)
         self.control: WidthControl | None = None
+        self.trace: Trace | None = None
         self.draft_window = spec.speculative_draft_window_size
         # The base class reads the width of a draft pass from the first field. For others it is a verify's width. With the
         # second, it would give the drafter a slot table of its own, and copy the window there in every step.
@@ -175,7 +177,7 @@ class DDTreeWorker(DFlashWorkerV2):
         super().init_attention_backends()
         self._refuse_or_describe_pools()
         self.expectation = None
-        if len(self.widths) > 1:
+        if len(self.widths) > 1 or get_spec().speculative_ddtree_trace is not None:
             self.expectation = Expectation(
                 widths=self.widths,
                 max_requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
@@ -224,6 +226,7 @@ class DDTreeWorker(DFlashWorkerV2):
             labels={"model_name": get_serving().served_model_name},
             enabled=get_observability().enable_metrics and get_parallel().tp_rank == 0,
         )
+        self.phases = PhaseTimer(not self._on_cpu)
         table = difference_table(self.model_runner.attn_backend)
         self.difference = None if table is None else DifferenceReader(table)
 
@@ -266,25 +269,32 @@ class DDTreeWorker(DFlashWorkerV2):
         super().init_cuda_graphs()
         if not self._on_cpu:
             self._capture()
-        if self.expectation is not None:
-            self.control = self._make_control(self.expectation)
+        if self.expectation is None:
+            return
+        costs = self._step_costs() if len(self.widths) > 1 else None
+        path = get_spec().speculative_ddtree_trace
+        if path is not None and get_parallel().tp_rank == 0:
+            self.trace = Trace(path, self.block_size, self.expectation, costs)
+        if costs is not None:
+            # Under tensor parallelism each rank would find other times and choose other widths.
+            self.control = WidthControl(
+                Budget(costs), self.expectation, refines_costs=get_parallel().tp_size == 1, trace=self.trace
+            )
 
-    def _make_control(self, expectation: Expectation) -> WidthControl | None:
-        """Make what chooses the widths; None if the server has graphs but they cannot run steps of several widths."""
-        graphs, parallel = self.step_graphs, get_parallel()
+    def _step_costs(self) -> StepCosts | None:
+        """Return what steps cost; None if the server has graphs but they cannot run steps of several widths."""
+        graphs = self.step_graphs
         if graphs is not None and graphs.widths:
-            costs = step_costs(graphs)
-        elif isinstance(self.model_runner.decode_cuda_graph_runner, DecodeCudaGraphRunner):
+            return step_costs(graphs)
+        if isinstance(self.model_runner.decode_cuda_graph_runner, DecodeCudaGraphRunner):
             logger.warning(
                 "DDTREE: --speculative-ddtree-budget auto: every step verifies %d nodes, because this server's steps need "
                 "more than the graphs of several widths write themselves.",
                 self.num_nodes,
             )
             return None
-        else:
-            requests = self.model_runner.max_running_requests
-            costs = StepCosts(self.widths, [1 << i for i in range((requests - 1).bit_length() + 1)])
-        return WidthControl(Budget(costs), expectation, refines_costs=parallel.tp_size == 1)
+        requests = self.model_runner.max_running_requests
+        return StepCosts(self.widths, [1 << i for i in range((requests - 1).bit_length() + 1)])
 
     def _capture(self) -> None:
         """Capture the graphs that upstream does not, and keep what they write to."""
@@ -387,8 +397,10 @@ class DDTreeWorker(DFlashWorkerV2):
             # The previous step may have made it on another stream.
             batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         num_nodes = self._choose_width(batch)
+        self._count_step(num_nodes)
         step = self._begin(batch, num_nodes)
         step.draft()
+        self.phases.mark()
         grammar_tree = None
         if batch.has_grammar:  # the copy to the host overlaps the verify forward
             trees = step.drafted()
@@ -396,6 +408,7 @@ class DDTreeWorker(DFlashWorkerV2):
                 trees.first_child.long(), trees.next_sibling.long(), trees.tokens
             )
         output, positions = step.verify()
+        self.phases.mark()
         logits, info = output.next_token_logits, batch.sampling_info
         grammar_mask = self._grammar_mask(batch, grammar_tree, grammar_barrier)
         penalized = self.penalties.options(batch.reqs)
@@ -412,11 +425,15 @@ class DDTreeWorker(DFlashWorkerV2):
             out=step.target_out,
         )
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target)
+        self.phases.mark()
         accepted, new_seq_lens = step.accept(target)
+        self.phases.mark()
         if on_publish is not None:
             on_publish(new_seq_lens)
         if self.control is not None:
             self.control.finish()
+        if self.trace is not None:
+            self.trace.step(step.drafted(), accepted, [req.rid for req in batch.reqs])
         if penalized is not None:
             self.penalties.count(batch.req_pool_indices, accepted.tokens, accepted.lengths)
         if batch.return_logprob:
@@ -443,6 +460,15 @@ class DDTreeWorker(DFlashWorkerV2):
         lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
         sampled = any(req.sampling_params.top_k != 1 for req in batch.reqs)
         return self.control.choose(Load(len(batch.seq_lens), int(lens.sum()), sampled))
+
+    def _count_step(self, num_nodes: int) -> None:
+        """Count a step that begins, and report what was timed of an earlier one."""
+        if self.metrics.enabled:
+            self.metrics.count_step(
+                num_nodes, None if self.control is None else self.control.budget.calibration_error
+            )
+            if (seconds := self.phases.begin()) is not None:
+                self.metrics.time_phases(seconds)
 
     def _begin(self, batch: ScheduleBatch, num_nodes: int) -> StepGraphs | ForwardStep:
         """Return what can run a step of this batch with this N."""

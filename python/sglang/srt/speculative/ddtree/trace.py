@@ -1,0 +1,165 @@
+"""Records steps for offline study: trees, what was accepted of them, and how the budget chose their widths.
+
+A trace is a file of JSON lines. The first one is the header; `draw.py` draws the trees of the others. In between are the
+calls of the budget, so that replay() can repeat its choices.
+
+    {"header": {"block_size": F, "widths": [...], "batch_sizes": [...], "seconds": [[bs, width, fixed, per token], ...]}}
+    {"choose": [bs, context, sampled], "width": N}
+    {"observe": [bs, context, sampled], "width": N, "seconds": s, "expected": [...], "emitted": t}
+    {"step": i, "width": N, "requests": [{"id", "tokens", "parents", "probabilities", "path", "emitted"}, ...]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from sgl_kernel.ddtree import Accepted, DraftTrees
+from sglang.srt.speculative.ddtree.budget import Budget, Load, Step, StepCosts
+from sglang.srt.speculative.ddtree.expectation import Expectation
+
+LATE = 2  # steps until a step is written: by then its copies have arrived
+
+
+class Trace:
+    """Writes a trace.
+
+    Args:
+        path: of the file. One that is there is replaced.
+        block_size: F.
+        expectation: holds the nodes' probabilities.
+        costs: that the budget starts from; None: the widths are fixed.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, block_size: int, expectation: Expectation, costs: StepCosts | None) -> None:
+        try:
+            self._file = Path(path).open("w", buffering=1)
+        except OSError as error:
+            raise ValueError(
+                f"DDTREE: --speculative-ddtree-trace: expected a file that can be written, got {path}: {error}."
+            ) from error
+        self._expectation = expectation
+        self._steps = 0
+        self._pending: deque[tuple[torch.cuda.Event | None, dict[str, Any], list[str]]] = deque()
+        header: dict[str, Any] = dict(block_size=block_size, widths=expectation.widths)
+        if costs is not None:
+            rows = [[bs, width, *times] for (bs, width), times in costs.table.items()]
+            header |= dict(batch_sizes=costs.batch_sizes, seconds=rows, measured=costs.measured)
+        self._write(dict(header=header))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+
+    def choose(self, load: Load, width: int) -> None:
+        """Record a choice of the budget."""
+        self._write(dict(choose=load, width=width))
+
+    def observe(self, step: Step) -> None:
+        """Record what the budget takes in."""
+        self._write(dict(observe=step.load, **{k: v for k, v in step._asdict().items() if k != "load"}))
+
+    def step(self, trees: DraftTrees, accepted: Accepted, ids: list[str]) -> None:
+        """Record a step. It is written two steps later; until then its copies may be on their way.
+
+        Args:
+            trees: that were verified, of bs requests.
+            accepted: of the step.
+            ids: of the requests.
+        """
+        bs, num_nodes = trees.tokens.shape
+        tensors = dict(
+            tokens=trees.tokens,
+            parents=trees.parents,
+            sizes=trees.sizes,
+            probabilities=self._expectation.probabilities[:bs, :num_nodes],
+            path=accepted.path,
+            lengths=accepted.lengths,
+            emitted=accepted.tokens,
+        )
+        on_card, copies = trees.tokens.is_cuda, {}
+        for name, tensor in tensors.items():
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_card)
+            copies[name].copy_(tensor, non_blocking=True)
+        copied = None
+        if on_card:
+            copied = torch.cuda.Event()
+            copied.record()
+        self._pending.append((copied, copies, ids))
+        while len(self._pending) > LATE:
+            self._write_step(*self._pending.popleft())
+
+    def _write_step(self, copied: torch.cuda.Event | None, copies: dict[str, Any], ids: list[str]) -> None:
+        if copied is not None:
+            copied.synchronize()
+        of_step = {name: tensor.tolist() for name, tensor in copies.items()}
+        requests = []
+        for r, request_id in enumerate(ids):
+            size, length = of_step["sizes"][r], of_step["lengths"][r]
+            requests.append(
+                dict(
+                    id=request_id,
+                    tokens=of_step["tokens"][r][:size],
+                    parents=of_step["parents"][r][:size],
+                    probabilities=[round(p, 6) for p in of_step["probabilities"][r][:size]],
+                    path=of_step["path"][r][:length],
+                    emitted=of_step["emitted"][r][:length],
+                )
+            )
+        width = len(of_step["tokens"][0]) if ids else 0
+        self._write(dict(step=self._steps, width=width, requests=requests))
+        self._steps += 1
+
+
+def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Read the lines of a trace. A last line that is not complete is left out.
+
+    Raises:
+        ValueError: the file is not a trace.
+    """
+    with Path(path).open() as file:
+        for number, line in enumerate(file):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                found = None
+            if number == 0 and (not isinstance(found, dict) or "header" not in found):
+                raise ValueError(
+                    f"{path}: expected a file that --speculative-ddtree-trace wrote, got {line[:60]!r}"
+                )
+            if found is not None:
+                yield found
+
+
+def replay(lines: Iterable[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """Repeat the choices of a trace.
+
+    Args:
+        lines: of read_trace(), of a server with --speculative-ddtree-budget auto.
+
+    Returns:
+        The widths as recorded, and as a new budget chooses them from the same reports.
+    """
+    budget: Budget | None = None
+    recorded, chosen = [], []
+    for line in lines:
+        if "header" in line:
+            header = line["header"]
+            table = {(bs, width): (fixed, slope) for bs, width, fixed, slope in header["seconds"]}
+            costs = StepCosts(header["widths"], header["batch_sizes"], table if header["measured"] else None)
+            budget = Budget(costs)
+        assert budget is not None  # read_trace() has seen to it
+        if "choose" in line:
+            recorded.append(line["width"])
+            chosen.append(budget.choose(Load(*line["choose"])))
+        if "observe" in line:
+            expected = None if line["expected"] is None else tuple(line["expected"])
+            load = Load(*line["observe"])
+            budget.observe(Step(load, line["width"], line["seconds"], expected, line["emitted"]))
+    return recorded, chosen
