@@ -86,7 +86,7 @@ class Head:
 
     @classmethod
     def trained_candidates(cls, config: Any) -> int | None:
-        """Return the K that the head was trained with, or None if it knows no K.
+        """Return the K that the head was trained with, or None if any K will do.
 
         Args:
             config: the drafter's.
