@@ -18,7 +18,7 @@ from sglang.srt.speculative.lilicorr_utils import LiLiCorrConfig, lilicorr_candi
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-register_cpu_ci(est_time=20, suite="unit")
+register_cpu_ci(est_time=30, suite="unit")
 
 BS, F, HIDDEN, VOCABULARY, RANK, GRU = 3, 6, 32, 12, 8, 10
 D = F - 1

@@ -86,7 +86,7 @@ class Head:
 
     @classmethod
     def trained_candidates(cls, config: Any) -> int | None:
-        """Return the K that the head was trained with, or None if it knows no K.
+        """Return the K that the head was trained with, or None if any K will do.
 
         Args:
             config: the drafter's.
@@ -322,16 +322,17 @@ def head_faults(config: Any, vocab_size: int) -> Iterator[str]:
     has_lilicorr = (
         any(key.startswith("lilicorr_") for key in inner) and inner.get("lilicorr_enabled") is not False
     )
-    if bool(inner.get("selector_rank")) != (kind is SelectorHead):
-        yield (
-            f"architectures: expected one of {list(SELECTOR_MODELS)} with dflash_config.selector_rank, and no other "
-            f"without it, got {architectures} with selector_rank {inner.get('selector_rank')}."
-        )
-    if has_lilicorr != (kind is LiLiCorrHead):
-        yield (
-            f"architectures: expected {LILICORR_MODELS[0]} with the lilicorr_ keys of dflash_config, and no other "
-            f"without them, got {architectures} {'with' if has_lilicorr else 'without'} them."
-        )
+    for head, models, keys, are_there in (
+        (SelectorHead, SELECTOR_MODELS, "selector_rank", bool(inner.get("selector_rank"))),
+        (LiLiCorrHead, LILICORR_MODELS, "the lilicorr_ keys", has_lilicorr),
+    ):
+        if are_there and kind is not head:
+            yield (
+                f"architectures: expected one of {list(models)}, because dflash_config has {keys}, got {architectures}: "
+                "SGLang would drop the head's weights."
+            )
+        elif kind is head and not are_there:
+            yield f"dflash_config: expected {keys} with {architectures}, got none."
     if _is_domino(config) and kind in (SelectorHead, LiLiCorrHead):
         yield f"dflash_config.projector_type: expected one head, got domino with {architectures}."
     if kind is LiLiCorrHead and has_lilicorr:

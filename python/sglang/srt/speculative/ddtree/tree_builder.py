@@ -106,6 +106,7 @@ class TreeBuilder:
         bs = input_ids.shape[0] // self.block_size
         self.build(hidden_states, input_ids, self.trees.first(bs))
 
+    @torch.no_grad()
     def build(self, hidden_states: torch.Tensor, input_ids: torch.Tensor, trees: DraftTrees) -> None:
         """Build the trees of a batch.
 
