@@ -6,7 +6,14 @@ from unittest.mock import patch
 
 import torch
 from sgl_kernel.ddtree import Accepted, GatedDelta, pack_ancestors
-from sglang.srt.layers.attention.ddtree_linear_backend import WRAPPERS, KDATreeVerify, with_recurrent_verify
+from sglang.srt.layers.attention.ddtree_backend import narrowed
+from sglang.srt.layers.attention.ddtree_linear_backend import (
+    WRAPPERS,
+    GDNTreeVerify,
+    KDATreeVerify,
+    with_recurrent_verify,
+)
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -126,6 +133,32 @@ class TestCoverage(ConfiguredCase):
             spec = SimpleNamespace(speculative_algorithm=name, speculative_ddtree_verify=mode)
             with patch.object(algorithm, "get_spec", lambda spec=spec: spec):
                 self.assertEqual(algorithm.keeps_no_state_per_node(), expected)
+
+
+class TestNarrowerTrees(CustomTestCase):
+    def test_a_copy_for_graphs_of_narrower_trees(self):
+        """Its recurrent layers ask its own attention for ancestors, and it has the graph state of the original."""
+
+        class Attention:
+            tree_mode = "native"
+
+            def __init__(self, num_nodes):
+                self.num_nodes = num_nodes
+
+            def narrowed(self, num_nodes, graph_ancestors):
+                return Attention(num_nodes)
+
+        wide = object.__new__(HybridLinearAttnBackend)
+        wide.full_attn_backend, wide.linear_attn_backend = Attention(32), object.__new__(GDNTreeVerify)
+        wide.linear_attn_backend.init_recurrent_verify(None, wide.full_attn_backend)
+        wide.linear_attn_backend.state_indices_list = [torch.zeros(1)]
+        narrow = narrowed(wide, 8, None)
+        self.assertEqual([wide.full_attn_backend.num_nodes, narrow.full_attn_backend.num_nodes], [32, 8])
+        for backend in (wide, narrow):
+            self.assertIs(backend.linear_attn_backend.tree_attention, backend.full_attn_backend)
+        self.assertEqual(narrow.attn_backend_list, [narrow.full_attn_backend, narrow.linear_attn_backend])
+        narrow.linear_attn_backend.init_cuda_graph_state(4, 4 * 8)
+        self.assertEqual(len(wide.linear_attn_backend.state_indices_list), 1)
 
 
 class TestTrackedPositions(CustomTestCase):

@@ -22,9 +22,17 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-CAPTURE = (
-    "set_dflash_layers_to_capture"  # with this method a model of SGLang gives the drafter its hidden states
-)
+# With one of these methods a model of SGLang gives the drafter its hidden states. Both take outputs of layers.
+CAPTURE, DSPARK_CAPTURE = "set_dflash_layers_to_capture", "set_dspark_layers_to_capture"
+
+
+def offer_capture(model: Any) -> None:
+    """Let the drafter read the hidden states of a target that offers them under DSPARK's name only.
+
+    Upstream (0.5.23) asks for DFLASH's, which Kimi-Linear lacks.
+    """
+    if hasattr(model, DSPARK_CAPTURE) and not hasattr(model, CAPTURE):
+        setattr(model, CAPTURE, getattr(model, DSPARK_CAPTURE))
 
 
 class KVLayers(NamedTuple):
@@ -143,7 +151,7 @@ def target_faults(config: ModelConfig, *, device: str, num_nodes: int) -> Iterat
     from sglang.srt.models.registry import ModelRegistry
 
     model, _ = ModelRegistry.resolve_model_cls(config.hf_config.architectures)
-    if not hasattr(model, CAPTURE):
+    if not (hasattr(model, CAPTURE) or hasattr(model, DSPARK_CAPTURE)):
         yield (
             f"expected a model that gives a drafter its hidden states, with {CAPTURE}(), got {model.__name__}, for "
             "which SGLang has no DFLASH either."

@@ -33,6 +33,7 @@ from sglang.srt.speculative.ddtree.seeds import follow_seeds, seeded
 from sglang.srt.speculative.ddtree.server_args import AUTO_BUDGET
 from sglang.srt.speculative.ddtree.step_costs import step_costs
 from sglang.srt.speculative.ddtree.step_graphs import StepGraphs
+from sglang.srt.speculative.ddtree.target import offer_capture
 from sglang.srt.speculative.ddtree.trace import Trace
 from sglang.srt.speculative.ddtree.tree_builder import TreeBuilder
 from sglang.srt.speculative.ddtree.weights import refuse_updates
@@ -52,15 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = (1, 16, 17)  # Triton compiles apart for 1, for multiples of 16, and for the rest
-
-
-def offer_capture(model: Any) -> None:
-    """Let the drafter read the hidden states of a target that offers them under DSPARK's name only.
-
-    Both names mean outputs of layers. Upstream (0.5.23) asks for DFLASH's, which Kimi-Linear lacks.
-    """
-    if hasattr(model, "set_dspark_layers_to_capture") and not hasattr(model, "set_dflash_layers_to_capture"):
-        model.set_dflash_layers_to_capture = model.set_dspark_layers_to_capture
 
 
 class DDTreeWorker(DFlashWorkerV2):
