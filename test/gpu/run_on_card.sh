@@ -14,7 +14,8 @@ pieces=(
   "sgl-kernel/tests/test_tree_verify.py sgl-kernel/tests/test_tree_build.py sgl-kernel/tests/test_tree_accept.py sgl-kernel/tests/test_tree_commit.py sgl-kernel/tests/test_tree_step.py sgl-kernel/tests/test_library.py sgl-kernel/tests/test_kernel_report.py"
   "test/gpu/test_ddtree_cuda.py"
   "test/gpu/test_ddtree_features_cuda.py"
-  "test/gpu/test_ddtree_backends_cuda.py test/gpu/test_ddtree_memory_cuda.py"
+  "test/gpu/test_ddtree_sampling_cuda.py test/gpu/test_ddtree_memory_cuda.py"
+  "test/gpu/test_ddtree_backends_cuda.py"
   "test/gpu/test_graph_guard_backends.py test/gpu/test_graph_guard_instruments.py test/gpu/test_graph_guard_indexer.py test/gpu/test_graph_guard_models.py"
 )
 # The last piece: what no other names, so that a new file is not forgotten.

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from sglang.test.ci.ci_register import register_cuda_ci
 from support.answers import TIE, assert_first_choices
-from support.cuda import CUDA, gaps_by_name, greedy
+from support.cuda import CUDA, greedy, run_and_judge
 from support.models import write_mla_target, write_models_for
-from support.processes import EngineProcess
 
 register_cuda_ci(est_time=300, suite="gpu")
 
-SECONDS = 400  # for each child; FlashInfer compiles at its first use
 FLASHINFER = all(importlib.util.find_spec(name) for name in ("flashinfer", "flashinfer.prefill"))
 
 
@@ -33,7 +31,7 @@ class Case(NamedTuple):
     backend: str
     prefill: str
     arguments: dict[str, Any]
-    variant: str = ""
+    variant: str = "plain"
     least_accepted: int = 50
 
     def is_possible(self) -> bool:
@@ -81,11 +79,6 @@ def greedy_and_backends(engine):
     return *greedy(engine), [type(half).__name__ for half in halves]
 
 
-def judge(engine, answers):
-    """The gaps of all answers in plain decoding on Triton (see support.answers), its own under "plain"."""
-    return gaps_by_name(engine, answers | {"plain": greedy(engine)[0].outputs})
-
-
 class PrefillChecks:
     """Test methods for a unittest.TestCase: the cases of some backends, all engines at once.
 
@@ -99,40 +92,28 @@ class PrefillChecks:
     def setUpClass(cls):
         folder, target, drafter = write_models_for(cls)
         cls.cases = {name: case for name, case in CASES.items() if case.backend in cls.backends}
+        possible = {name: case for name, case in cls.cases.items() if case.is_possible()}
         plain = CUDA | dict(model_path=target)
         variants = {
-            "": {},
-            "mla": dict(model_path=write_mla_target(folder, nope=128, value=128)),
-            "fp8": dict(kv_cache_dtype="fp8_e4m3"),
+            "plain": plain,
+            "mla": plain | dict(model_path=write_mla_target(folder, nope=128, value=128)),
+            "fp8": plain | dict(kv_cache_dtype="fp8_e4m3"),
         }
         # With chunks, prefill reads a prefix that itself has written, and one that verify has written.
-        tree = plain | dict(
+        tree = dict(
             speculative_algorithm="DDTREE", speculative_draft_model_path=drafter, chunked_prefill_size=64,
         )  # fmt: skip
-        children = {
-            name: EngineProcess(
-                tree | variants[case.variant] | dict(attention_backend=case.backend) | case.arguments,
+        trees = {
+            name: (
+                case.variant,
+                variants[case.variant] | tree | dict(attention_backend=case.backend) | case.arguments,
                 greedy_and_backends,
             )
-            for name, case in cls.cases.items()
-            if case.is_possible()
+            for name, case in possible.items()
         }
-        cls.results = {}
-        for name, child in children.items():
-            try:
-                cls.results[name] = child.result(SECONDS)
-            except RuntimeError as error:
-                cls.results[name] = error
-        judges = {}
-        for variant, arguments in variants.items():
-            answers = {
-                name: result[0].outputs
-                for name, result in cls.results.items()
-                if cls.cases[name].variant == variant and not isinstance(result, RuntimeError)
-            }
-            if answers:
-                judges[variant] = EngineProcess(plain | arguments, judge, answers)
-        cls.gaps = {variant: child.result(SECONDS) for variant, child in judges.items()}
+        used = {case.variant for case in possible.values()}
+        judges = {variant: arguments for variant, arguments in variants.items() if variant in used}
+        cls.results = run_and_judge(folder, judges, trees)
 
     def test_answers(self):
         for name, case in self.cases.items():
@@ -145,7 +126,9 @@ class PrefillChecks:
                 self.assertEqual(result[2], ["HybridAttnBackend", case.prefill, "TritonTreeVerify"])
                 # Triton wrote the judge's prefix, another backend the answer's. TIE covers only one rounding.
                 tie = None if case.variant == "fp8" else 2 * TIE
-                gaps = self.gaps[case.variant]
+                gaps = self.results[case.variant]
+                if isinstance(gaps, RuntimeError):
+                    self.fail(f"judge of {case.variant}: {gaps}")
                 assert_first_choices(self, name, result[0], gaps, case.least_accepted, tie)
                 if case.arguments.get("speculative_ddtree_verify") == "validate":
                     value, _, _ = result[1]
@@ -155,13 +138,13 @@ class PrefillChecks:
 
 # Not CustomTestCase: its module needs packages that a bare CUDA host lacks.
 class TestCompiledPrefillCuda(PrefillChecks, unittest.TestCase):
-    backends = ("triton", "fa3", "fa4", "flashmla")
+    backends = ("triton", "fa3", "fa4")
 
 
 class TestFlashInferPrefillCuda(PrefillChecks, unittest.TestCase):
-    """FlashInfer compiles for minutes at its first use."""
+    """FlashInfer compiles for minutes at its first use. Upstream's FlashMLA backend prefills on it."""
 
-    backends = ("flashinfer",)
+    backends = ("flashinfer", "flashmla")
 
 
 if __name__ == "__main__":
