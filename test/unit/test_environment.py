@@ -217,6 +217,13 @@ class TestEnvironment(CustomTestCase):
         self.assertEqual([command.count("DDTREE_CUDA=ON") for command, _ in built], [1])
         self.assertEqual((built[0][1]["CUDACXX"], built[0][1]["CUDA_HOME"]), ("/cuda/bin/nvcc", "/cuda"))
 
+    def test_without_a_driver_upstreams_kernels_are_not_imported(self):
+        for driver in (False, True):
+            with mock.patch.object(environment, "has_cuda_driver", return_value=driver):
+                command = self.commands("cuda")[-1][0]
+            self.assertEqual("sgl_kernel.ddtree" in command, driver)
+            shutil.rmtree(self.root / "new")
+
     def test_a_failed_build_leaves_the_old_environment(self):
         old, _ = self.make("a" * 64, lambda folder, profile: (folder / "works").touch())
 
