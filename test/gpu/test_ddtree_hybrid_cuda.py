@@ -188,6 +188,7 @@ class TestLfm2(StepChecks, HybridCase):
     """In validate mode only its attention is compared: upstream's verify of its convolutions knows no trees."""
 
     write = staticmethod(write_lfm2)
+    arguments = dict(attention_backend="fa3")  # for prefill; upstream asserts that it is not triton
 
 
 class TestBFloat16States(HybridCase):
@@ -206,6 +207,7 @@ class TestModes(HybridCase):
         "no graph": (dict(disable_cuda_graph=True), greedy),
         "mixed": (dict(chunked_prefill_size=64, enable_mixed_chunk=True), greedy),
         "auto": (dict(speculative_ddtree_budget="auto", speculative_num_draft_tokens=None), greedy),
+        "fa3": (dict(attention_backend="fa3"), greedy),
     }
 
     def test_widest_tree(self):
@@ -213,6 +215,9 @@ class TestModes(HybridCase):
 
     def test_no_graph(self):
         self.agree("no graph")
+
+    def test_prefill_on_another_backend(self):
+        self.agree("fa3")
 
     def test_several_widths(self):
         self.agree("auto")
@@ -300,6 +305,10 @@ class _Load:
             states = engine.free_states()
             _, slots = serve(engine, schedule(len(found), grammars=False))
             found.append((slots, (states, engine.free_states())))
+            print(
+                f"plan {len(found)}: KV slots {slots}, states {found[-1][1]}, retracted {len(retracted)}",
+                flush=True,
+            )
         return len(retracted), found
 
 
@@ -313,8 +322,7 @@ class TestLoad(unittest.TestCase):
             speculative_algorithm="DDTREE",
             speculative_draft_model_path=drafter,
             speculative_num_draft_tokens=32,
-            max_total_tokens=1200,
-            enable_mixed_chunk=True,
+            max_total_tokens=1600,
             chunked_prefill_size=128,
         )
         retracted, found = run_engine(arguments, _Load(LOAD_SECONDS))

@@ -269,7 +269,7 @@ class TreeVerifyMixin(AttentionBackend):
         start = torch.cumsum(num_nodes * width, 0) - num_nodes * width
         node = torch.arange(num_nodes, device=mask.device)
         cell = (start + prefix)[:, None, None] + node[:, None] * width[:, None, None] + node
-        seen = ancestor_mask(self.tree_ancestors, num_nodes)
+        seen = ancestor_mask(self.ancestors_of(bs * num_nodes), num_nodes)
         mask.scatter_(0, cell.flatten(), seen.flatten().to(mask.dtype))
 
     # ---- one layer ----
@@ -507,7 +507,9 @@ class TritonTreeVerify(TreeVerifyMixin, PerRequestGraphBuffersMixin, TritonAttnB
     def _write_full_mask(self, mask: torch.Tensor, bs: int) -> None:
         super()._write_full_mask(mask, bs)
         if self.tree_window_masks:
-            seen = ancestor_mask(self.tree_ancestors, self.num_nodes).view(bs, self.num_nodes, -1)
+            seen = ancestor_mask(self.ancestors_of(bs * self.num_nodes), self.num_nodes).view(
+                bs, self.num_nodes, -1
+            )
             for window_mask in self.tree_window_masks.values():
                 window_mask.write(seen, self.tree_prefix_lens)
 
