@@ -186,7 +186,7 @@ class Measurement:
                 ready.wait(START_SECONDS)
             except threading.BrokenBarrierError:
                 pass  # another engine did not start
-            if stop.is_set():
+            if i > 0 and stop.is_set():
                 break
             with turn:
                 for name, prompts in of_round.items():
@@ -384,7 +384,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=160, help="tokens per answer")
     parser.add_argument("--at-once", type=int, default=4, help="engines of a group")
     parser.add_argument("--rounds", type=int, default=1, help="how often each engine of a group is measured")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="begin no second or later round after this time"
+    )
     parser.add_argument("--kernels", type=int, default=12, help="the longest kernels to print")
     parser.add_argument("--no-profile", action="store_true", help="only time the host")
     parser.add_argument("--device", default="cuda")

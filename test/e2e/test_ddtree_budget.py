@@ -64,8 +64,11 @@ class TestGreedy(BudgetCase):
         self.assertLessEqual(set(widths), {1, 8, 16, 24, 32, 48, 64})
 
     def test_penalties(self):
-        expected = run_engine(self.plain | {"disable_overlap_schedule": True}, answer_with_penalties)
-        found, _ = run_engine(self.tree, Auto(answer_with_penalties))
+        arguments = {"skip_tokenizer_init": False}
+        expected = run_engine(
+            self.plain | arguments | {"disable_overlap_schedule": True}, answer_with_penalties
+        )
+        found, _ = run_engine(self.tree | arguments, Auto(answer_with_penalties))
         self.assertEqual(found[0], expected[0])
 
     def test_radix_cache(self):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from sgl_kernel.ddtree import Accepted, DraftTrees, accept_path
+from sgl_kernel.ddtree import Accepted, DraftTrees, accept_path, ancestor_words
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -66,7 +66,8 @@ class ForwardStep:
     def draft(self) -> None:
         """Run the drafter once over [bonus, mask, ...], and build trees from its candidates."""
         if self.num_nodes == 1:
-            self.trees = lone_roots(self.draft_input.bonus_tokens)
+            words = ancestor_words(self.worker.num_nodes)
+            self.trees = lone_roots(self.draft_input.bonus_tokens, words)
             return
         worker, batch, bs, width = self.worker, self.batch, self.bs, self.worker.block_size
         ids = torch.full((bs, width), worker.mask_token_id, dtype=torch.int64, device=worker.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from sgl_kernel.ddtree import DraftTrees, ancestor_words, build_trees
+from sgl_kernel.ddtree import DraftTrees, build_trees
 from sglang.srt.speculative.ddtree.heads import Head
 
 if TYPE_CHECKING:
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 def first_nodes(trees: DraftTrees, num_nodes: int) -> DraftTrees:
     """Copy the first nodes of trees. The copies are the trees that build_trees() makes for this width.
+
+    They keep as many ancestor words as the wider trees have, which is what a workspace for these wants.
 
     Args:
         trees: of bs requests.
@@ -30,18 +32,19 @@ def first_nodes(trees: DraftTrees, num_nodes: int) -> DraftTrees:
         tokens=trees.tokens[:, :num_nodes].contiguous(),
         parents=trees.parents[:, :num_nodes].contiguous(),
         depths=trees.depths[:, :num_nodes].contiguous(),
-        ancestors=trees.ancestors[:, :num_nodes, : ancestor_words(num_nodes)].contiguous(),
+        ancestors=trees.ancestors[:, :num_nodes].contiguous(),
         first_child=cut(trees.first_child),
         next_sibling=cut(trees.next_sibling),
         sizes=trees.sizes.clamp(max=num_nodes),
     )
 
 
-def lone_roots(bonus: torch.Tensor) -> DraftTrees:
+def lone_roots(bonus: torch.Tensor, words: int = 1) -> DraftTrees:
     """Make the trees of a step without a draft.
 
     Args:
         bonus: [bs] int64, the roots' tokens.
+        words: ancestor words per node.
 
     Returns:
         Trees of width 1.
@@ -51,7 +54,8 @@ def lone_roots(bonus: torch.Tensor) -> DraftTrees:
     for links in (trees.parents, trees.first_child, trees.next_sibling):
         links.fill_(-1)
     trees.depths.zero_()
-    trees.ancestors.fill_(1)
+    trees.ancestors = trees.ancestors.new_zeros(bonus.numel(), 1, words)
+    trees.ancestors[..., 0] = 1
     trees.sizes.fill_(1)
     return trees
 
