@@ -40,7 +40,7 @@ class HeadRecipe:
     batch: int = 32  # texts per extraction step
     anchors: int = 32  # drafts per text
     extract_seconds: float = 25.0
-    valid: int = 256  # texts that the heads never learn from
+    valid: int = 512  # texts that the heads never learn from: for the choice of the head, and for calibration
     drafts: int = 4096  # per training step
     steps: int = 500
     learning_rates: tuple[float, ...] = (3e-3, 1e-2)  # of these and of `free` the best on `valid` is kept
@@ -50,7 +50,6 @@ class HeadRecipe:
     answer_tokens: int = 448  # of the evaluation set
     widths: tuple[int, ...] = (8, 16, 32, 64)  # N of the evaluated trees, root included
     fewer_candidates: tuple[int, ...] = (8, 16)  # K that the trees are evaluated with, too
-    calibrated_texts: int = 1024  # whose drafts give the table of corrections
 
 
 TEXTS = train.Recipe(
@@ -59,7 +58,7 @@ TEXTS = train.Recipe(
 SMOKE_TEXTS = replace(train.SMOKE, seed=1, answer_temperatures=(0.0,))
 SMOKE = HeadRecipe(
     candidates=8, selector_rank=4, other_ranks=(2,), domino_width=8, domino_rank=4, batch=2, anchors=4,
-    extract_seconds=2.0, valid=2, drafts=16, steps=20, answer_tokens=20, widths=(8, 16), calibrated_texts=2, fewer_candidates=(4,),
+    extract_seconds=2.0, valid=2, drafts=16, steps=20, answer_tokens=20, widths=(8, 16),  fewer_candidates=(4,),
 )  # fmt: skip
 
 
@@ -375,17 +374,17 @@ def experiment(
 
     def nodes() -> dict:
         tables: dict = {}
-        for name in ("marginals", "selector"):
-            seen = replayed.visited(replayed.steps(walks[name], [width - 1])[0])
-            counts = count_nodes(walks[name], replayed.lattice[seen], width - 1, 9)
+        for name, walk in walks.items():
+            seen = replayed.visited(replayed.steps(walk, [width - 1])[0])
+            counts = count_nodes(walk, replayed.lattice[seen], width - 1, 9)
             tables[name] = {"steps": len(seen)} | counts.to_json()
         return {"N": width, "ranks": "0 to 7, then 8 and more"} | tables
 
     def calibrated() -> dict:
-        tables, part = {}, lattice[: recipe.calibrated_texts * recipe.anchors]
-        for name in ("marginals", "selector"):
-            correction = count_nodes(walks[name], part, None, recipe.candidates).correction()
-            tables[name] = replayed.table(calibrate(walks[name], correction), recipe.widths)
+        tables: dict = {}
+        for name, walk in walks.items():
+            correction = count_nodes(walk, valid, None, recipe.candidates).correction()
+            tables[name] = replayed.table(calibrate(walk, correction), recipe.widths)
         return tables
 
     def by_rank() -> dict:
