@@ -78,64 +78,93 @@ class Lattice:
 
 
 class Scaled(nn.Module):
-    """A table whose stored entries have unit size. So one learning rate suits all of them.
+    """A matrix whose stored entries have unit size. So one learning rate suits all of them.
 
     Args:
-        rows, columns: the table's shape.
+        rows, columns: the matrix's shape.
         scale: number or [columns], size of the true entries.
-        mean, spread: of the first entries, in units of `scale`.
+        spread: of the first entries, in units of `scale`.
     """
 
-    def __init__(self, rows: int, columns: int, scale, mean: float = 0.0, spread: float = 1.0):
+    def __init__(self, rows: int, columns: int, scale, spread: float = 1.0):
         super().__init__()
-        self.weight = nn.Parameter(mean + spread * torch.randn(rows, columns))
+        self.weight = nn.Parameter(spread * torch.randn(rows, columns))
         self.register_buffer("scale", torch.as_tensor(scale, dtype=torch.float32))
 
     @property
     def value(self) -> torch.Tensor:
         return self.weight * self.scale
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.weight) * self.scale
-
     def set(self, value: torch.Tensor) -> None:
         with torch.no_grad():
             self.weight.copy_(value.float() / self.scale)
 
 
-class PathHead(nn.Module):
-    """What the selector and Domino share. `tables` maps checkpoint names to Scaled tables."""
+class TokenTable(nn.Module):
+    """A row per token: a constant, a linear map of the token's embedding, and a free part.
 
-    def __init__(self, tables: dict[str, Scaled]):
+    The map learns from every token what it uses for a rare one. The free part alone would learn rare tokens by heart.
+
+    Args:
+        rows, columns: the table's shape.
+        tokens: [rows, hidden] embeddings of unit size, or None for a table without a map.
+        free: size of the free part's steps, relative to the map's; 0 for none.
+        mean: the constant.
+        spread: of the first entries.
+    """
+
+    def __init__(self, rows: int, columns: int, tokens, free: float, mean: float = 0.0, spread: float = 1.0):
         super().__init__()
-        self.names, self.free = list(tables), False
+        self.tokens, self.mean, self.fixed = tokens, mean, None
+        self.map = (
+            None if tokens is None else Scaled(columns, tokens.shape[1], tokens.shape[1] ** -0.5, spread)
+        )
+        self.free = Scaled(rows, columns, free, spread if tokens is None else 0.0) if free else None
+
+    @property
+    def value(self) -> torch.Tensor:
+        """[rows, columns]."""
+        if self.fixed is not None:
+            return self.fixed
+        value = self.mean + (0.0 if self.map is None else F.linear(self.tokens, self.map.value))
+        return value if self.free is None else value + self.free.value
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.value)
+
+    def set(self, value: torch.Tensor) -> None:
+        """Replace the table by a trained one."""
+        self.fixed = value.float()
+
+
+def token_features(embed: torch.Tensor) -> torch.Tensor:
+    """The embeddings [vocabulary, hidden] in float32, scaled to unit size."""
+    return embed.float() / embed.float().square().mean().sqrt()
+
+
+class PathHead(nn.Module):
+    """What the selector and Domino share. `tables` maps checkpoint names to Scaled or TokenTable."""
+
+    def __init__(self, tables: dict[str, nn.Module]):
+        super().__init__()
+        self.names = list(tables)
         self.tables = nn.ModuleList(tables.values())
 
-    def __getitem__(self, name: str) -> Scaled:
+    def __getitem__(self, name: str):
         return self.tables[self.names.index(name)]
 
     def teacher_forced(self, lattice: Lattice) -> torch.Tensor:
         """Logits [n, depth, K] of the candidates after the target's own prefixes."""
         raise NotImplementedError
 
-    def log_q(self, logits: torch.Tensor, mass: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities of the candidates: together they keep the mass that the plain drafter gives them.
-
-        Args:
-            logits: [..., K] corrected.
-            mass, rest: Lattice's, broadcastable to [...].
-        """
-        if self.free:
-            return logits - torch.logaddexp(logits.logsumexp(-1), rest)[..., None]
-        return logits.log_softmax(-1) + mass[..., None]
-
     def tensors(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
         """The checkpoint."""
         return {name: self[name].value.detach().to("cpu", dtype).contiguous() for name in self.names}
 
-    def load(self, tensors: dict[str, torch.Tensor]) -> PathHead:
+    def load(self, tensors: dict[str, torch.Tensor], device) -> PathHead:
+        """Take the checkpoint's weights, in float32."""
         for name in self.names:
-            self[name].set(tensors[name].to(self[name].weight.device))
+            self[name].set(tensors[name].to(device))
         return self
 
 
@@ -147,6 +176,7 @@ class Selector(PathHead):
         hidden: width of the drafter.
         rank: of the tables A (predecessors) and B (successors).
         hidden_rms: size of the drafter's hidden states, for the first weights.
+        tokens, free: TokenTable's.
     """
 
     A, B, P = (
@@ -154,12 +184,12 @@ class Selector(PathHead):
         for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
     )
 
-    def __init__(self, vocab_size: int, hidden: int, rank: int, hidden_rms: float = 1.0, spread: float = 0.5):
+    def __init__(self, vocab_size: int, hidden: int, rank: int, hidden_rms=1.0, tokens=None, free=1.0):
         super().__init__(
             {
-                # A predecessor that training never saw gets the average correction.
-                self.A: Scaled(vocab_size, rank, 1.0, mean=1.0, spread=spread),
-                self.B: Scaled(vocab_size, rank, 1.0, spread=0.0),
+                # The constant: a predecessor about which nothing was learned gets the average correction.
+                self.A: TokenTable(vocab_size, rank, tokens, free, mean=1.0, spread=0.5),
+                self.B: TokenTable(vocab_size, rank, tokens, free, spread=0.0),
                 self.P: Scaled(rank, hidden, hidden**-0.5 / hidden_rms),
             }
         )
@@ -177,7 +207,7 @@ class Selector(PathHead):
         """The head on these drafts."""
         first = lattice.anchors[:, None, None].expand(-1, 1, lattice.ids.shape[-1])
         scores = self.scores(lattice, torch.cat((first, lattice.ids[:, :-1]), 1))
-        return SelectorWalk(self.log_q(scores, lattice.mass[..., None], lattice.rest[..., None]))
+        return SelectorWalk(scores.log_softmax(-1) + lattice.mass[..., None, None])
 
     def config(self, k: int) -> dict:
         """Keys of config.json: at the top level, and under "dflash_config"."""
@@ -215,6 +245,7 @@ class Domino(PathHead):
         width: of the GRU.
         rank: of the correction.
         hidden_rms: size of the drafter's hidden states, for the first weights.
+        tokens, free: TokenTable's.
     """
 
     IH, HH, W0, W2 = (
@@ -224,7 +255,7 @@ class Domino(PathHead):
         "embed_proj.2.weight",
     )
 
-    def __init__(self, embed: torch.Tensor, width: int, rank: int, hidden_rms: float = 1.0):
+    def __init__(self, embed: torch.Tensor, width: int, rank: int, hidden_rms=1.0, tokens=None, free=1.0):
         vocab_size, hidden = embed.shape
         both = (
             torch.cat((torch.full((hidden,), 1 / hidden_rms), torch.ones(width))) * (hidden + width) ** -0.5
@@ -235,7 +266,7 @@ class Domino(PathHead):
                 self.IH: Scaled(3 * width, hidden, hidden**-0.5 / embed_rms),
                 self.HH: Scaled(3 * width, width, width**-0.5),
                 self.W0: Scaled(rank, hidden + width, both),
-                self.W2: Scaled(vocab_size, rank, 1.0, spread=0.0),
+                self.W2: TokenTable(vocab_size, rank, tokens, free, spread=0.0),
             }
         )
         self.width, self.rank, self.embed = width, rank, embed
@@ -301,7 +332,7 @@ class DominoWalk:
         logits, ids = self.lattice.logits[:, depth, None], self.lattice.ids[:, depth]
         if depth:
             logits = logits + self.head.correction(self.lattice.hidden[:, depth], state, ids)
-        return self.head.log_q(logits, self.mass[:, depth, None], self.lattice.rest[:, depth, None])
+        return logits.log_softmax(-1) + self.mass[:, depth, None, None]
 
     def follow(
         self, depth: int, state: torch.Tensor, lane: torch.Tensor, choice: torch.Tensor
@@ -346,4 +377,4 @@ def load(folder: Path, embed: torch.Tensor) -> Selector | Domino:
         head = Domino(embed, dflash["gru_hidden_dim"], dflash["emb_dim"])
     else:
         head = Selector(config.vocab_size, config.hidden_size, dflash["selector_rank"])
-    return head.to(embed.device).load(load_file(folder / HEAD_WEIGHTS))
+    return head.to(embed.device).load(load_file(folder / HEAD_WEIGHTS), embed.device)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from sglang.test.ci.ci_register import register_cpu_ci
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmark.drafter import prompts
+from benchmark.drafter import prompts, train_heads
 from benchmark.drafter.evaluate import Marginals, accepted, replay
 from benchmark.drafter.model import Drafter, DrafterConfig
 from benchmark.drafter.target import Target
@@ -112,6 +112,26 @@ class TestTraining(unittest.TestCase):
                 torch.testing.assert_close(hidden[row, i], alone[0, 1:], rtol=1e-4, atol=1e-4)
                 truth = [int(ids[row, a + d]) if a + d < lengths[row] else -1 for d in (1, 2, 3)]
                 self.assertEqual(labels[row, i].tolist(), truth)
+
+    def test_drafts_are_the_drafters_best_candidates(self):
+        with tempfile.TemporaryDirectory() as folder:
+            _, target = tiny_target(folder)
+        torch.manual_seed(0)
+        drafter, texts = Drafter(DRAFTER), [(torch.randint(4, 61, (n,)).tolist(), 3) for n in (16, 11)]
+        anchors = torch.tensor([[3, 9, 14], [3, 7, 9]])
+        with torch.no_grad():
+            drafter.norm.weight[:] = 3.0  # some positions are so sure that nothing is left for other tokens
+            drafts = train_heads.drafts(drafter, target, texts, anchors, 5)
+            ids = torch.tensor([ids + [0] * (64 - len(ids)) for ids, _ in texts])
+            features = target.forward(ids, layer_ids=DRAFTER.target_layer_ids)[1]
+            hidden, truth = blocks(drafter, target, ids, features, anchors, torch.tensor([16, 11]))
+        best = target.logits(hidden.flatten(0, 1)).log_softmax(-1).topk(5)
+        self.assertGreater(float(best.values.exp().sum(-1).max()), 1 - 1e-6)
+        part = drafts[:]
+        self.assertEqual(part.ids.tolist(), best.indices.tolist())
+        torch.testing.assert_close(part.marginals(), best.values, rtol=1e-4, atol=1e-4)
+        self.assertEqual(part.truth.tolist(), truth.flatten(0, 1).tolist())
+        self.assertEqual(part.anchors.tolist(), ids.gather(1, anchors).flatten().tolist())
 
     def test_cut_loop(self):
         self.assertEqual(cut_loop([9, 8] + [1, 2, 3] * 20), [9, 8] + [1, 2, 3] * 3)

@@ -120,7 +120,7 @@ class TestUpstreamReadsOurDrafter(CustomTestCase):
         for head, model_class in zip(heads, (DFlash2DraftModel, DFlashDraftModel), strict=True):
             for weight in head.parameters():
                 torch.nn.init.normal_(weight)
-            head.load({name: w.float() for name, w in head.tensors().items()})
+            head.load(head.tensors(), "cpu")
             with tempfile.TemporaryDirectory() as name:
                 Drafter(SMALL).save(Path(name) / "drafter")
                 save(head, vocab_size, Path(name) / "drafter", Path(name) / "head")

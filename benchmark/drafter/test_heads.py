@@ -11,7 +11,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 from benchmark.drafter import train_heads
 from benchmark.drafter.evaluate import Marginals, accepted, top1, visits
-from benchmark.drafter.heads import Domino, Lattice, Selector, load, save
+from benchmark.drafter.heads import Domino, Lattice, Selector, load, save, token_features
 from benchmark.drafter.model import Drafter, DrafterConfig
 from benchmark.drafter.nodes import OFF, ON, Calibrated, Counts
 
@@ -137,10 +137,14 @@ class TestTraining(unittest.TestCase):
         train, test = drafts[:1500], drafts[1500:]
         plain = accepted(Marginals(test.marginals()), test.ids, test.truth, (0, 6)).double().mean(1)
         embed = torch.randn(VOCAB, HIDDEN)
-        for make in (lambda: Selector(VOCAB, HIDDEN, 8), lambda: Domino(embed, 8, 8)):
-            head, rate, stats = train_heads.best_fit(make, train, test, RECIPE, (1e-4, 1e-1))
-            self.assertEqual(rate, 1e-1)
-            self.assertLess(stats[1]["valid_loss"], stats[0]["valid_loss"])
+        for make in (
+            lambda free: Selector(VOCAB, HIDDEN, 8, tokens=token_features(embed), free=free),
+            lambda free: Domino(embed, 8, 8, tokens=token_features(embed), free=free),
+        ):
+            settings = ((1e-4, 1.0), (1e-1, 1.0))
+            head, best, stats = train_heads.best_fit(make, train, test, RECIPE, settings)
+            self.assertEqual(best, settings[1])
+            self.assertLess(stats[1]["loss"][-1][2], stats[0]["loss"][-1][2])
             with torch.no_grad():
                 lengths = accepted(head.walk(test), test.ids, test.truth, (0, 6)).double().mean(1)
             self.assertTrue((lengths > 1.3 * plain).all(), (lengths, plain))

@@ -9,6 +9,7 @@ heads learn from these drafts, and the evaluation set's greedy answers are repla
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import time
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer
 
 from benchmark.drafter import prompts, train
 from benchmark.drafter.evaluate import Head, Marginals, accepted, replay, visits
-from benchmark.drafter.heads import Domino, Lattice, PathHead, Selector, save
+from benchmark.drafter.heads import Domino, Lattice, PathHead, Selector, save, token_features
 from benchmark.drafter.model import Drafter
 from benchmark.drafter.nodes import Calibrated, Counts
 from benchmark.drafter.target import Target
@@ -33,28 +34,31 @@ class HeadRecipe:
 
     candidates: int = 32  # K
     selector_rank: int = 32
-    other_ranks: tuple[int, ...] = (16, 64)  # trained to see what the rank matters, not saved
+    other_ranks: tuple[int, ...] = (8, 128)  # trained to see what the rank matters, not saved
     domino_width: int = 64  # of the GRU
     domino_rank: int = 16
     batch: int = 32  # texts per extraction step
-    anchors: int = 64  # drafts per text
-    extract_seconds: float = 30.0
-    valid: int = 128  # texts that only choose the learning rate
+    anchors: int = 32  # drafts per text
+    extract_seconds: float = 25.0
+    valid: int = 512  # texts that the heads never learn from: for the choice of the head, and for calibration
     drafts: int = 4096  # per training step
-    steps: int = 1000
-    learning_rates: tuple[float, ...] = (3e-3, 1e-2, 3e-2)  # the best on `valid` is kept
+    steps: int = 500
+    learning_rates: tuple[float, ...] = (3e-3, 1e-2)  # of these and of `free` the best on `valid` is kept
+    free: tuple[float, ...] = (0.0, 0.1)  # heads.TokenTable's
     weight_decay: float = 0.0
     warmup: float = 0.03  # share of `steps`
+    answer_tokens: int = 448  # of the evaluation set
     widths: tuple[int, ...] = (8, 16, 32, 64)  # N of the evaluated trees, root included
     fewer_candidates: tuple[int, ...] = (8, 16)  # K that the trees are evaluated with, too
-    calibrated_texts: int = 1024  # whose drafts give the table of corrections
 
 
-TEXTS = train.Recipe(seed=1, turns=12288, wave=2048, answer_temperatures=(0.0,), generate_seconds=35.0)
+TEXTS = train.Recipe(
+    seed=1, turns=9216, wave=3072, answer_tokens=256, answer_temperatures=(0.0,), generate_seconds=40.0
+)
 SMOKE_TEXTS = replace(train.SMOKE, seed=1, answer_temperatures=(0.0,))
 SMOKE = HeadRecipe(
     candidates=8, selector_rank=4, other_ranks=(2,), domino_width=8, domino_rank=4, batch=2, anchors=4,
-    extract_seconds=2.0, valid=2, drafts=16, steps=20, learning_rates=(3e-3, 1e-2), widths=(8, 16), calibrated_texts=2, fewer_candidates=(4,),
+    extract_seconds=2.0, valid=2, drafts=16, steps=20, answer_tokens=20, widths=(8, 16),  fewer_candidates=(4,),
 )  # fmt: skip
 
 
@@ -83,10 +87,10 @@ def drafts(drafter: Drafter, target: Target, texts, anchors: torch.Tensor, k: in
         logits = target.logits(part)
         best = logits.topk(k, dim=-1)
         every = logits.float().logsumexp(-1)
-        share = (best.values.float().logsumexp(-1) - every).exp()
+        outside = -torch.expm1(best.values.float().logsumexp(-1) - every)
         top.append(best.values)
         candidates.append(best.indices.int())
-        rest.append(every + torch.log1p(-share).clamp_min(-16.0))
+        rest.append(every + outside.clamp_min(1e-7).log())  # rounding can make it negative
     shape = truth.shape
     top, candidates = (torch.cat(x).unflatten(0, shape) for x in (top, candidates))
     return Lattice(
@@ -116,13 +120,8 @@ def slot_loss(head: PathHead, lattice: Lattice) -> tuple[torch.Tensor, torch.Ten
     """
     match = lattice.match
     weight = match.any(-1).long().cumprod(1).float()
-    scores = head.teacher_forced(lattice)
-    log_q = head.log_q(scores, torch.zeros_like(lattice.rest), lattice.rest)
+    log_q = head.teacher_forced(lattice).log_softmax(-1)
     loss = -log_q.gather(-1, match.long().argmax(-1, keepdim=True))[..., 0]
-    if head.free:  # the first position whose token is no candidate counts too
-        ends = torch.cat((torch.ones_like(weight[:, :1]), weight[:, :-1]), 1) * (lattice.truth >= 0) - weight
-        loss = torch.where(ends > 0, torch.logaddexp(scores.logsumexp(-1), lattice.rest) - lattice.rest, loss)
-        weight = weight + ends
     return (loss * weight).sum(), weight.sum()
 
 
@@ -133,11 +132,15 @@ def valid_loss(head: PathHead, lattice: Lattice, rows: int = 4096) -> float:
 
 
 def fit(head: PathHead, lattice: Lattice, valid: Lattice, recipe: HeadRecipe, learning_rate: float) -> dict:
-    """Train `head` in place. Return statistics."""
+    """Train `head` in place.
+
+    Returns:
+        Statistics; "loss" has, after each quarter of the steps, that quarter's mean loss and the loss on `valid`.
+    """
     optimizer = torch.optim.AdamW(
         head.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=recipe.weight_decay
     )
-    began = said = time.monotonic()
+    began, curve, quarter = time.monotonic(), [], recipe.steps // 4
     total = torch.zeros((), device=lattice.ids.device)
     for step in range(recipe.steps):
         done = step / recipe.steps
@@ -150,29 +153,36 @@ def fit(head: PathHead, lattice: Lattice, valid: Lattice, recipe: HeadRecipe, le
         loss.backward()
         optimizer.step()
         total += loss.detach()
-        if step % 20 == 19 and time.monotonic() - said > 10:
-            said = time.monotonic()
-            print(f"  step {step + 1:5d}  {said - began:5.1f} s  loss {loss.item():.4f}", flush=True)
-    return {
-        "learning_rate": learning_rate,
-        "seconds": round(time.monotonic() - began, 1),
-        "mean_loss": round(float(total) / recipe.steps, 4),
-        "last_loss": round(loss.item(), 4),
-        "valid_loss": round(valid_loss(head, valid), 4),
-    }
+        if step % quarter == quarter - 1:
+            curve.append((step + 1, round(float(total) / quarter, 4), round(valid_loss(head, valid), 4)))
+            total.zero_()
+            print(
+                f"  step {step + 1:5d}  {time.monotonic() - began:5.1f} s  loss {curve[-1][1:]}", flush=True
+            )
+    return {"learning_rate": learning_rate, "seconds": round(time.monotonic() - began, 1), "loss": curve}
 
 
-def best_fit(make: Callable[[], PathHead], lattice, valid, recipe: HeadRecipe, rates: Sequence[float]):
-    """Train once per learning rate. Return the head with the least loss on `valid`, and all statistics."""
+def best_fit(make: Callable[[float], PathHead], lattice, valid, recipe: HeadRecipe, settings):
+    """Train once per setting.
+
+    Args:
+        make: the untrained head, for a size of the tables' free part.
+        lattice, valid: drafts to learn from and to choose by.
+        recipe: of the run.
+        settings: pairs of a learning rate and a size of the free part.
+
+    Returns:
+        The head with the least loss on `valid`, its setting, and all statistics.
+    """
     tries = []
-    for rate in rates:
+    for rate, free in settings:
         torch.manual_seed(0)
-        head = make()
-        stats = fit(head, lattice, valid, recipe, rate)
+        head = make(free)
+        stats = fit(head, lattice, valid, recipe, rate) | {"free": free}
         print(stats, flush=True)
-        tries.append((stats["valid_loss"], rate, head, stats))
-    _, rate, head, _ = min(tries, key=lambda t: t[:2])
-    return head, rate, [stats for *_, stats in tries]
+        tries.append((stats["loss"][-1][2], (rate, free), head, stats))
+    _, setting, head, _ = min(tries, key=lambda t: t[:2])
+    return head, setting, [stats for *_, stats in tries]
 
 
 class Replay:
@@ -320,7 +330,7 @@ def prepare(target: Target, drafter: Drafter, arguments, recipe: HeadRecipe, tex
     evaluated = prompts.evaluation(arguments.humaneval)
     if arguments.smoke:
         evaluated = evaluated[:2] + evaluated[-2:]
-    held_out = train.answers(target, tokenizer, evaluated, texts_recipe.answer_tokens)
+    held_out = train.answers(target, tokenizer, evaluated, recipe.answer_tokens)
     texts, written = train.write_texts(target, tokenizer, texts_recipe, [e["prompt"] for e in evaluated])
     report.keep(data=written)
     if target.device == "cuda":
@@ -338,17 +348,21 @@ def experiment(
 ) -> None:
     """Train the heads, save them and compare their trees."""
     (vocab_size, hidden), device = embed.shape, embed.device
-    rms = float(lattice.hidden[:4096].float().square().mean().sqrt())
-    selector = lambda rank: Selector(vocab_size, hidden, rank, rms).to(device)  # noqa: E731
+    rms, tokens = float(lattice.hidden[:4096].float().square().mean().sqrt()), token_features(embed)
+    selector = lambda rank, free: Selector(vocab_size, hidden, rank, rms, tokens, free).to(device)  # noqa: E731
     makes = {
-        "selector": lambda: selector(recipe.selector_rank),
-        "domino": lambda: Domino(embed, recipe.domino_width, recipe.domino_rank, rms).to(device),
+        "selector": lambda free: selector(recipe.selector_rank, free),
+        "domino": lambda free: Domino(embed, recipe.domino_width, recipe.domino_rank, rms, tokens, free).to(
+            device
+        ),
     }
-    walks, rates, fitted = {"marginals": plain}, {}, {}
+    grid = list(itertools.product(recipe.learning_rates, recipe.free))
+    report.keep(plain_valid_loss=round(valid_loss(selector(1, 0.0), valid), 4))
+    walks, settings, fitted = {"marginals": plain}, {}, {}
     for name, make in makes.items():
-        head, rates[name], fitted[name] = best_fit(make, lattice, valid, recipe, recipe.learning_rates)
+        head, settings[name], fitted[name] = best_fit(make, lattice, valid, recipe, grid)
         save(head, recipe.candidates, arguments.drafter, Path(f"{arguments.out}-{name}"))
-        head.load({key: value.float() for key, value in head.tensors().items()})  # bfloat16, as served
+        head.load(head.tensors(), device)  # bfloat16, as served
         walks[name] = head.walk
         report.keep(training=fitted)
     lengths: dict = {}
@@ -360,24 +374,24 @@ def experiment(
 
     def nodes() -> dict:
         tables: dict = {}
-        for name in ("marginals", "selector"):
-            seen = replayed.visited(replayed.steps(walks[name], [width - 1])[0])
-            counts = count_nodes(walks[name], replayed.lattice[seen], width - 1, 9)
+        for name, walk in walks.items():
+            seen = replayed.visited(replayed.steps(walk, [width - 1])[0])
+            counts = count_nodes(walk, replayed.lattice[seen], width - 1, 9)
             tables[name] = {"steps": len(seen)} | counts.to_json()
         return {"N": width, "ranks": "0 to 7, then 8 and more"} | tables
 
     def calibrated() -> dict:
-        tables, part = {}, lattice[: recipe.calibrated_texts * recipe.anchors]
-        for name in ("marginals", "selector"):
-            correction = count_nodes(walks[name], part, None, recipe.candidates).correction()
-            tables[name] = replayed.table(calibrate(walks[name], correction), recipe.widths)
+        tables: dict = {}
+        for name, walk in walks.items():
+            correction = count_nodes(walk, valid, None, recipe.candidates).correction()
+            tables[name] = replayed.table(calibrate(walk, correction), recipe.widths)
         return tables
 
     def by_rank() -> dict:
         tables: dict = {}
         for rank in recipe.other_ranks:
             head, _, stats = best_fit(
-                lambda rank=rank: selector(rank), lattice, valid, recipe, [rates["selector"]]
+                lambda free, rank=rank: selector(rank, free), lattice, valid, recipe, [settings["selector"]]
             )
             tables[rank] = {"training": stats[0], "accept_length": replayed.table(head.walk, recipe.widths)}
         return tables
@@ -412,6 +426,7 @@ def summary(result: dict) -> str:
 
 def main() -> None:
     arguments = options()
+    changes = {"--set": arguments.set, "--set-texts": arguments.set_texts}
     recipe = replace(SMOKE if arguments.smoke else HeadRecipe(), **arguments.set)
     texts = replace(SMOKE_TEXTS if arguments.smoke else TEXTS, **arguments.set_texts)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
@@ -420,6 +435,9 @@ def main() -> None:
         gpu=train.gpu_name(),
         torch=torch.__version__,
         commit=arguments.commit,
+        command="python -m benchmark.drafter.train_heads --target T --drafter D --out O --results R"
+        + " --smoke" * arguments.smoke
+        + "".join(f" {flag} '{json.dumps(value)}'" for flag, value in changes.items() if value),
         recipe=asdict(recipe),
         texts=asdict(texts),
     )
