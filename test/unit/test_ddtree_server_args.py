@@ -84,7 +84,8 @@ class TestWidths(ArgumentsCase):
         for arguments, message in (
             (dict(speculative_ddtree_budget="fast"), "expected 'auto' or a number of nodes, got 'fast'"),
             (dict(speculative_ddtree_budget="-4"), "expected 'auto' or a number of nodes, got '-4'"),
-            (dict(speculative_ddtree_budget="1"), "expected 2 to 256, got 1"),
+            (dict(speculative_ddtree_budget="0"), "--speculative-ddtree-budget: expected 2 to 256, got 0"),
+            (dict(speculative_ddtree_budget="1"), "--speculative-ddtree-budget: expected 2 to 256, got 1"),
             (
                 dict(speculative_ddtree_budget="16", speculative_num_draft_tokens=32),
                 "--speculative-ddtree-budget: expected --speculative-num-draft-tokens, which is 32, or 'auto', got 16",
@@ -95,7 +96,12 @@ class TestWidths(ArgumentsCase):
             ),
             (
                 dict(speculative_ddtree_trace="/no/such/folder/trace"),
-                "expected a file in a folder that exists",
+                "--speculative-ddtree-trace: expected a file in a folder that exists, got '/no/such/folder/trace'",
+            ),
+            (dict(speculative_ddtree_trace="/"), "--speculative-ddtree-trace: expected a file, got the folder '/'"),
+            (
+                dict(speculative_ddtree_trace="trace", dp_size=2),
+                "--speculative-ddtree-trace: expected --dp-size 1 with it, got 2",
             ),
         ):
             with self.subTest(arguments), self.assertRaisesRegex(ValueError, message):

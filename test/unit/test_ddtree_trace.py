@@ -1,5 +1,7 @@
 """Traces: what they hold, and the picture of a tree."""
 
+import contextlib
+import io
 import json
 import re
 import tempfile
@@ -36,6 +38,7 @@ class TestDraw(CustomTestCase):
         svg = draw(ENTRY, "step 3 <&", name=lambda token: f"<{token}>")
         ElementTree.fromstring(svg)
         self.assertIn("step 3 &lt;&amp;", svg)
+        ElementTree.fromstring(draw(ENTRY, "", name=lambda token: "&" * 50))
         names = re.findall(r"&lt;(\d+)&gt;", svg)
         self.assertEqual(sorted(names), ["10", "11", "12", "13", "14", "99"], "the nodes and the bonus token")
         self.assertEqual(svg.count('stroke="#1a7f37"'), 2 + 3 + 1, "accepted: lines, nodes, the bonus token")
@@ -61,6 +64,10 @@ class TestDraw(CustomTestCase):
         output = path.with_name("tree.svg")
         main([str(path), "--step", "1", "--request", "r2", "--output", str(output)])
         self.assertIn("request r2: 5 nodes, 3 tokens emitted", output.read_text())
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors), self.assertRaises(SystemExit):
+            main([str(path), "--output", "/"])
+        self.assertIn("--output: expected a file that can be written, got /", errors.getvalue())
 
     def test_another_file(self):
         with self.assertRaisesRegex(ValueError, "expected a file that --speculative-ddtree-trace wrote"):
@@ -103,6 +110,16 @@ class TestTrace(CustomTestCase):
             ValueError, "--speculative-ddtree-trace: expected a file that can be written"
         ):
             Trace("/", 3, expectation, None)
+
+    def test_a_full_disk_ends_the_trace_and_no_server(self):
+        expectation = Expectation(widths=(4,), max_requests=1, block_size=3, num_candidates=2, device="cpu")
+        with self.assertLogs("sglang.srt.speculative.ddtree.trace", "WARNING") as log:
+            trace = Trace("/dev/full", 3, expectation, None)
+            for _ in range(3):
+                trace.choose(Load(1, 10, False), 4)
+                trace.step(DraftTrees.allocate(1, 4, "cpu"), Accepted.allocate(1, 3, "cpu"), ["a"])
+        self.assertEqual(len(log.output), 1)
+        self.assertIn("/dev/full cannot be written", log.output[0])
 
 
 if __name__ == "__main__":

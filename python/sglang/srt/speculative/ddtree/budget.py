@@ -1,13 +1,13 @@
 """Chooses how many nodes the next step verifies: the number that emits the most tokens per second.
 
-It knows three things, and each of them corrects itself while the server runs:
+It divides the tokens that a step of each width should emit by the time that it should take:
 
-    what a step costs        seconds by batch size, width and context: measured at the start, refined by the steps' times
-    what a width promises    tokens per step, from the drafter's probabilities of the nodes
-    how far to trust those   by depth and rank of a node: how often such nodes were accepted, over how often expected
+    time      by batch size, width and context: measured at the start, then corrected by the steps' own times
+    tokens    the sum of the drafter's probabilities of the nodes, which calibration.py corrects by how often the target
+              accepted such nodes. What error remains in the sum is corrected here
 
 Nothing here waits for the device, reads a clock or is random: the same calls give the same choices. So a recorded trace
-can be replayed, and the ranks of a tensor-parallel server agree without talking.
+can be replayed, and all ranks of a tensor-parallel server choose the same widths without exchanging anything.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any, NamedTuple
 
 STANDARD_WIDTHS = (1, 16, 24, 32, 48, 64)
 
-DECIDE_EVERY = 4  # steps of one kind; the host's time is a part of a small model's step
-HYSTERESIS = 0.015  # another width must promise this much more than the present one
-RATE_OF_COSTS = 0.2  # weight of a new time in the mean of its kind
-RATE_OF_PROMISES = 0.08  # weight of a new step in the mean of what widths promise
-RATE_OF_TRUST = (
-    0.02  # the same, in the means of promised and emitted tokens: these vary more from step to step
-)
-OUTLIER = 4.0  # a time further than this factor from the expected one was no step's: the server waited
-SURPRISE = 0.15  # a time this far from the expected one makes the other times of its kind doubtful
-FIRST_PROBE, LAST_PROBE = 8, 1024  # steps between two tries of a width that is not the present one
-TRUSTED_PROBE = 64  # the first of these while no time was a surprise
-PRICE = 10.0  # a try that loses the tokens of one step is made this many times more seldom
-FIRST_PRICE, LAST_PRICE = 30.0, 100.0  # limits of that, for the first try and for later ones
-PROBE_STEPS = (
-    6  # of the best width with a draft, while the present one has none: promises are then out of date
-)
+DECIDE_EVERY = 4  # steps of one kind: with a small model, a decision takes a part of the step's time
+HYSTERESIS = 0.015  # another width must be expected to emit this much more per second than the present one
+# Weights of a new value in a running mean
+RATE_OF_COSTS = 0.2
+RATE_OF_TOKENS = 0.08  # per request, of up to four
+RATE_OF_CORRECTION = 0.02  # accept lengths vary more from step to step than probabilities do
+OUTLIER = 1.5  # factor. If one time alone is further than this from the expected one, the host was late
+SURPRISE = 0.15  # if a time is this far from the expected one, the other times of its kind may be wrong too
+# A probe is a step of another width than the present one, to learn what that costs.
+FIRST_WAIT, LAST_WAIT = 8, 1024  # steps before the first probe of a width; each later wait is twice as long
+FIRST_WAIT_IF_MEASURED = 64  # the first wait while the measured times hold
+# A probe that emits nothing would wait 1 + PRICE times as long as one that is as good as the present width.
+PRICE = 10.0
+FIRST_PRICE, LAST_PRICE = 30.0, 100.0  # at most, for the first probe and for later ones
+# Steps of a probe with a draft if the present width is 1. Nothing was drafted for long, so one report says little.
+PROBE_STEPS = 6
 
 
 def widths_up_to(num_nodes: int, block_size: int) -> tuple[int, ...]:
@@ -71,9 +71,9 @@ class Step(NamedTuple):
     Attributes:
         load: of the step.
         width: its N.
-        seconds: from the end of the step before to its end; None if something else ran between.
-        expected: by width, tokens per request that the drafter's probabilities promise, the bonus token included; None
-            if the step had no draft.
+        seconds: from the end of the step before it to its own end; None if something else ran in between.
+        expected: by width, tokens per request according to the drafter's probabilities, bonus token included; None if
+            the step had no draft.
         emitted: tokens per request; None if the step had no draft.
     """
 
@@ -110,9 +110,10 @@ class StepCosts:
         }
         # (kind, width) -> how much longer steps take than the table says, and how many were timed
         self._ratios: dict[tuple[Any, int], tuple[float, int]] = {}
+        self._outliers: set[tuple[Any, int]] = set()  # (kind, width) whose last time was one
 
     def kind(self, load: Load) -> tuple[int, bool]:
-        """Return what steps of a load share their times with: those of the same graphs and the same sampler."""
+        """Return the kind of a load. Steps of one kind run the same graphs and the same sampler, and share their times."""
         at = bisect.bisect_left(self.batch_sizes, load.bs)
         return self.batch_sizes[min(at, len(self.batch_sizes) - 1)], load.sampled
 
@@ -123,19 +124,19 @@ class StepCosts:
     def _from_table(self, load: Load, width: int) -> float:
         bs = self.kind(load)[0]
         fixed, per_token = self.table[bs, width]
-        # Batches beyond the largest graph: in proportion.
+        # Above the largest graph, time grows in proportion to the batch.
         return max(1.0, load.bs / bs) * fixed + load.context * per_token
 
     def _ratio(self, kind: tuple[int, bool], width: int) -> float:
         if (kind, width) in self._ratios:
             return self._ratios[kind, width][0]
-        # A width without times: as the others of its kind, or as all kinds. What they share is the host and the card.
+        # A width without times takes the ratio of the others of its kind, or of all kinds: they share host and device.
         of_kind = [ratio for (other, _), (ratio, _) in self._ratios.items() if other == kind]
         known = of_kind or [ratio for ratio, _ in self._ratios.values()]
         return sum(known) / len(known) if known else 1.0
 
     def timed(self, load: Load, width: int) -> bool:
-        """Return whether a step like this was timed."""
+        """Return whether a step of this kind and width was timed."""
         return (self.kind(load), width) in self._ratios
 
     def observe(self, load: Load, width: int, seconds: float) -> bool:
@@ -154,10 +155,15 @@ class StepCosts:
         before = expected * self._ratio(kind, width)
         doubtful = not self.measured and count == 0
         if not doubtful and not before / OUTLIER < seconds < before * OUTLIER:
-            if count < 3:  # the table may be that wrong
+            if count < 3:  # nothing is known yet, and the table may be wrong
                 self._ratios[kind, width] = seconds / expected, count + 1
                 return True
+            if (kind, width) not in self._outliers:
+                self._outliers.add((kind, width))
+                return False  # one alone says nothing about the next step
             seconds = min(max(seconds, before / OUTLIER), before * OUTLIER)
+        else:
+            self._outliers.discard((kind, width))
         weight = max(RATE_OF_COSTS, 1.0 / (count + 1))
         self._ratios[kind, width] = ratio + weight * (seconds / expected - ratio), count + 1
         return abs(seconds / before - 1.0) > SURPRISE
@@ -170,11 +176,11 @@ class _Kind:
     Attributes:
         width: the present choice; 0 before the first.
         steps: of this kind so far.
-        due: by width, the step at which it is tried next, and the steps until the try after that.
-        next_due: step at which a width may be due.
-        surprises: times in a row that were one.
+        due: by width, the step of its next probe, and the wait until the one after that.
+        next_due: the first step at which any probe may be due.
+        surprises: how many times in a row were a surprise.
         doubtful: whether the table's times were found to be wrong.
-        probe, left: a width that is being tried, and for how many steps more.
+        probe, left: the width of a probe that takes several steps, and how many of them are left.
     """
 
     width: int = 0
@@ -192,20 +198,19 @@ class Budget:
 
     Args:
         costs: of steps.
-        probes: whether to try widths other than the best one now and then. Without, times are never corrected that the
-            choices do not produce.
+        probes: whether to probe other widths. Without probes, only the times of the chosen widths are corrected.
     """
 
     def __init__(self, costs: StepCosts, *, probes: bool = True) -> None:
         self.costs = costs
         self.widths = costs.widths
         self.probes = probes
-        # Tokens per step and request by width. Before the first draft: an average drafter's.
+        # Tokens per step and request by width. Until the first draft, those of an average drafter.
         self.expected = [1.0 + 1.5 * (1.0 - 1.0 / width**0.5) for width in self.widths]
         self._kinds: dict[tuple[int, bool], _Kind] = {}
         self._latest: _Kind | None = None
-        # Steps with a draft, and means over the last of them: tokens that they promised and emitted, per request.
-        self._drafts, self._promised, self._emitted = 0, 1.0, 1.0
+        # Steps with a draft, and running means of the tokens per request that they were expected to emit and emitted.
+        self._drafts, self._mean_expected, self._mean_emitted = 0, 1.0, 1.0
 
     # ---- before a step ----
 
@@ -234,6 +239,7 @@ class Budget:
         return kind.width
 
     def _decide(self, kind: _Kind, load: Load) -> None:
+        """Set the present width of a kind."""
         rates = {width: self.rate(load, width) for width in self.widths}
         best = max(rates, key=rates.__getitem__)
         if kind.width == 0 or rates[best] > (1.0 + HYSTERESIS) * rates[kind.width]:
@@ -245,34 +251,34 @@ class Budget:
 
     def tokens(self, width: int) -> float:
         """Return the expected tokens per step and request."""
-        promised = self.expected[self.widths.index(width)] - 1.0
-        return 1.0 + promised * (1.0 if width == 1 else self.trust)
+        accepted = self.expected[self.widths.index(width)] - 1.0
+        return 1.0 + accepted * (1.0 if width == 1 else self.correction)
 
     @property
-    def trust(self) -> float:
-        """Accepted nodes over expected ones, of the last steps: what depth and rank leave unexplained."""
-        return min(2.0, max(0.1, (self._emitted - 1.0 + 0.1) / (self._promised - 1.0 + 0.1)))
+    def correction(self) -> float:
+        """Accepted nodes over expected ones, of the last steps: the error that the calibration leaves."""
+        return min(2.0, max(0.1, (self._mean_emitted - 1.0 + 0.1) / (self._mean_expected - 1.0 + 0.1)))
 
     @property
     def calibration_error(self) -> float:
-        """|promised - emitted| / emitted tokens per step, of the last steps with a draft. 0 before the first."""
-        return abs(self._promised - self._emitted) / self._emitted
+        """|expected - emitted| / emitted tokens per step, of the last steps with a draft. 0 before the first."""
+        return abs(self._mean_expected - self._mean_emitted) / self._mean_emitted
 
     def _probe(self, kind: _Kind, load: Load) -> int:
-        """Return a width that is due to be tried, or the present one."""
-        trusted = self.costs.measured and not kind.doubtful
-        first = TRUSTED_PROBE if trusted else FIRST_PROBE
+        """Return the width of a probe that is due, or the present width."""
+        measured = self.costs.measured and not kind.doubtful
+        first = FIRST_WAIT_IF_MEASURED if measured else FIRST_WAIT
         for i, width in enumerate(self.widths):
             if width not in kind.due:
-                at = first * (min(FIRST_PRICE, self._price(load, kind.width, width)) if trusted else 1.0)
-                # Not all at once.
+                at = first * (min(FIRST_PRICE, self._price(load, kind.width, width)) if measured else 1.0)
+                # The last term spreads the probes over several steps.
                 kind.due[width] = kind.steps + int(at) + (i * first) // len(self.widths), first
         due = {width: at for width, (at, _) in kind.due.items() if width != kind.width}
         width = min(due, key=due.__getitem__)
         if kind.steps < due[width]:
             kind.next_due = due[width]
             return kind.width
-        wait, price = min(2 * kind.due[width][1], LAST_PROBE), self._price(load, kind.width, width)
+        wait, price = min(2 * kind.due[width][1], LAST_WAIT), self._price(load, kind.width, width)
         kind.due[width] = kind.steps + int(wait * min(LAST_PRICE, price)), wait
         drafted = [other for other in self.widths if other > 1]
         if kind.width == 1 and width == max(drafted, key=lambda other: self.rate(load, other)):
@@ -280,7 +286,7 @@ class Budget:
         return width
 
     def _price(self, load: Load, present: int, width: int) -> float:
-        """Return how much more seldom to try a width than one that is as good as the present one."""
+        """Return how much longer a width waits for its probe than one that is as good as the present one."""
         lost = 1.0 - self.rate(load, width) / self.rate(load, present)
         longer = self.costs.seconds(load, width) / self.costs.seconds(load, present)
         return 1.0 + PRICE * max(0.0, lost) * longer
@@ -289,14 +295,14 @@ class Budget:
 
     def observe(self, step: Step) -> None:
         """Take in what the device reports of a step."""
-        # Not a number: of a target whose logits are not.
+        # A drafter whose logits are NaN gives expectations that are NaN.
         if step.expected is not None and step.emitted is not None and math.isfinite(sum(step.expected)):
             self._drafts += 1
-            weight = max(RATE_OF_TRUST, 1.0 / self._drafts)
-            promised = step.expected[self.widths.index(step.width)]
-            self._promised += weight * (promised - self._promised)
-            self._emitted += weight * (step.emitted - self._emitted)
-            weight = 1.0 if self._drafts == 1 else min(1.0, RATE_OF_PROMISES * min(step.load.bs, 4))
+            weight = max(RATE_OF_CORRECTION, 1.0 / self._drafts)
+            expected = step.expected[self.widths.index(step.width)]
+            self._mean_expected += weight * (expected - self._mean_expected)
+            self._mean_emitted += weight * (step.emitted - self._mean_emitted)
+            weight = 1.0 if self._drafts == 1 else RATE_OF_TOKENS * min(step.load.bs, 4)
             self.expected = [old + weight * (new - old) for old, new in zip(self.expected, step.expected)]
         kind = self._kinds.get(self.costs.kind(step.load))
         if step.seconds is None or kind is None:
@@ -304,5 +310,5 @@ class Budget:
         first = not self.costs.timed(step.load, step.width)
         surprised = self.costs.observe(step.load, step.width, step.seconds)
         kind.surprises = kind.surprises + 1 if surprised else 0
-        if surprised and (first or kind.surprises == 2):  # otherwise one alone is noise
+        if surprised and (first or kind.surprises == 2):  # later, one alone is noise
             kind.due, kind.next_due, kind.doubtful = {}, 0, True

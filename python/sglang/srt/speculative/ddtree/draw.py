@@ -1,6 +1,6 @@
 """Draws a draft tree of a trace as SVG: its nodes by depth, and which of them the target accepted.
 
-python -m sglang.srt.speculative.ddtree.draw TRACE [--step N] [--request ID] [--tokenizer FOLDER] [--output FILE]
+    python -m sglang.srt.speculative.ddtree.draw TRACE [--step N] [--request ID] [--tokenizer FOLDER] [--output FILE]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from sglang.srt.speculative.ddtree.trace import read_trace
 
 COLUMN, ROW, MARGIN, BOX = 120, 26, 16, 96  # pixels
+TEXT_LENGTH = 12  # characters of a token that fit its box
 ACCEPTED, OTHER, TEXT = "#1a7f37", "#c8ccd0", "#1f2328"
 
 
@@ -80,7 +81,7 @@ def draw(entry: dict[str, Any], title: str, name: Callable[[int], str] = str) ->
         name: the text of a token.
 
     Returns:
-        An SVG document. Lines are as wide as the drafter thought a node probable, given its parent.
+        An SVG document. The more probable the drafter thought a node, given its parent, the thicker its line.
     """
     tokens, parents, path = entry["tokens"], entry["parents"], entry["path"]
     depths = [0] * len(tokens)
@@ -95,7 +96,7 @@ def draw(entry: dict[str, Any], title: str, name: Callable[[int], str] = str) ->
 
     def box(depth: int, row: float, token: int, color: str, dashed: bool = False) -> str:
         x, y = at(depth, row)
-        text = escape(name(token))[:40]
+        text = escape(name(token)[:TEXT_LENGTH])
         style = ' stroke-dasharray="3 2"' if dashed else ""
         return (
             f'<rect x="{x:.0f}" y="{y:.0f}" width="{BOX}" height="{ROW - 6}" rx="4" fill="white" stroke="{color}"{style}/>'
@@ -118,7 +119,7 @@ def draw(entry: dict[str, Any], title: str, name: Callable[[int], str] = str) ->
         for node, token in enumerate(tokens)
     ]
     if bonus is not None and entry["emitted"]:
-        # Beside the tree's own nodes of that depth, below them all.
+        # At the height of the last accepted node, or below the tree if a node is there.
         depth, row = bonus
         taken = {rows[node] for node in range(len(tokens)) if depths[node] == depth}
         row = max(rows) + 1 if row in taken else row
@@ -133,15 +134,23 @@ def draw(entry: dict[str, Any], title: str, name: Callable[[int], str] = str) ->
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Draw the tree that the command line names.
+
+    Args:
+        arguments: of the command line; None: those of the process.
+
+    Raises:
+        SystemExit: an argument is wrong.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m sglang.srt.speculative.ddtree.draw",
         description="Draw a draft tree of a trace as SVG.",
     )
     parser.add_argument("trace", type=Path, help="a file that --speculative-ddtree-trace wrote")
-    parser.add_argument("--step", type=int, help="default: the first step with a draft")
-    parser.add_argument("--request", help="default: the first of the step")
-    parser.add_argument("--tokenizer", help="folder of the target; default: print token ids")
-    parser.add_argument("--output", type=Path, help="default: standard output")
+    parser.add_argument("--step", type=int, help="number of the step; default: the first one with a draft")
+    parser.add_argument("--request", help="id of the request; default: the first one of the step")
+    parser.add_argument("--tokenizer", help="folder of the target; default: show token ids instead of text")
+    parser.add_argument("--output", type=Path, help="SVG file to write; default: standard output")
     options = parser.parse_args(arguments)
     name: Callable[[int], str] = str
     try:
@@ -156,12 +165,15 @@ def main(arguments: list[str] | None = None) -> None:
 
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    title = f"step {step}, request {entry['id']}: {len(entry['tokens'])} nodes, {len(entry['emitted'])} tokens emitted"
-    text = draw(entry, title, name)
+    lengths = f"{len(entry['tokens'])} nodes, {len(entry['emitted'])} tokens emitted"
+    text = draw(entry, f"step {step}, request {entry['id']}: {lengths}", name)
     if options.output is None:
         sys.stdout.write(text)
-    else:
+        return
+    try:
         options.output.write_text(text)
+    except OSError as error:
+        parser.error(f"--output: expected a file that can be written, got {options.output}: {error}")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,15 @@
 
 Upstream calls refuse_asked_args(), refuse_server_args() and resolve_server_args(), in this order, while it
 resolves the arguments and before it loads anything. The first one is called before upstream's own checks, so
-that an argument is refused for DDTREE's reason and not for a consequence. The arguments are N (--speculative-num-draft-tokens, the nodes of the verify tree), F
-(--speculative-dflash-block-size, the positions of one draft pass) and K (--speculative-eagle-topk, the
-candidates per draft position).
+that an argument is refused for DDTREE's reason and not for a consequence. The widths are N
+(--speculative-num-draft-tokens, the nodes of the verify tree), F (--speculative-dflash-block-size, the positions of
+one draft pass) and K (--speculative-eagle-topk, the candidates per draft position).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,7 +101,7 @@ REFUSALS = (
     Refusal("speculative_use_rejection_sampling", (False,), "no draft probability is used"),
     Refusal("speculative_num_steps", (1, None), "one pass drafts --speculative-dflash-block-size positions"),
     Refusal("speculative_token_map", (None,), "the drafter proposes from the whole vocabulary"),
-    Refusal("speculative_adaptive", (False,), "the verify graphs have one width"),
+    Refusal("speculative_adaptive", (False,), "--speculative-ddtree-budget auto adapts DDTREE's trees"),
     Refusal("speculative_draft_sink_size", (None, 0), "the drafter sees only the end of the prefix"),
     Refusal("disaggregation_mode", ("null",), "the drafter's KV is not transferred"),
     Refusal("enable_linear_replayssm", (False,), "recurrent states are committed by path, not by decoding step"),
@@ -140,11 +141,8 @@ def refuse_asked_args(args: ServerArgs) -> None:
     if args.page_size is not None and args.page_size < 1:
         raise ValueError(f"DDTREE: --page-size: expected 1 or more tokens, got {args.page_size}.")
     asked_nodes(args)
-    trace = args.speculative_ddtree_trace
-    if trace is not None and not Path(trace).absolute().parent.is_dir():
-        raise ValueError(
-            f"DDTREE: --speculative-ddtree-trace: expected a file in a folder that exists, got {trace}."
-        )
+    if args.speculative_ddtree_trace is not None:
+        refuse_trace(args.speculative_ddtree_trace, args.dp_size)
     if args.speculative_ddtree_budget == AUTO_BUDGET and args.speculative_ddtree_verify != "native":
         raise ValueError(
             "DDTREE: --speculative-ddtree-verify: expected 'native' with --speculative-ddtree-budget auto, got "
@@ -178,6 +176,28 @@ def asked_nodes(args: ServerArgs) -> int | None:
             f"'auto', got {budget}: both are the nodes of a verify tree."
         )
     return int(budget)
+
+
+def refuse_trace(path: str, dp_size: int) -> None:
+    """Refuse a trace file that cannot be written. It is not opened yet: its server may be refused for another reason.
+
+    Args:
+        path: of the file.
+        dp_size: replicas of the server.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+    """
+    prefix = "DDTREE: --speculative-ddtree-trace: expected"
+    file = Path(path).absolute()
+    if not file.parent.is_dir():
+        raise ValueError(f"{prefix} a file in a folder that exists, got {path!r}.")
+    if file.is_dir():
+        raise ValueError(f"{prefix} a file, got the folder {path!r}.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{prefix} a file that this user may write, got {path!r}.")
+    if dp_size > 1:
+        raise ValueError(f"{prefix} --dp-size 1 with it, got {dp_size}: every replica would write the same file.")
 
 
 @contextmanager
@@ -340,16 +360,15 @@ def resolve_widths(args: ServerArgs) -> None:
     num_candidates = args.speculative_eagle_topk
     if num_candidates is None:
         num_candidates = head.trained_candidates(config) or DEFAULT_NUM_CANDIDATES
+    named = args.speculative_ddtree_budget not in (None, AUTO_BUDGET)
     for flag, value, low, high in (
-        ("--speculative-num-draft-tokens", num_nodes, 2, max_nodes),
+        (f"--speculative-{'ddtree-budget' if named else 'num-draft-tokens'}", num_nodes, 2, max_nodes),
         ("--speculative-dflash-block-size", block_size, 2, MAX_DEPTH + 1),
         ("--speculative-eagle-topk", num_candidates, 1, MAX_CANDIDATES),
     ):
         if not low <= value <= high:
-            raise ValueError(
-                f"DDTREE: {flag}: expected {low} to {high}, got {value}: the tree ops support no more"
-                f"{' with recurrent layers' if high == MAX_RECURRENT_NODES else ''}."
-            )
+            limit = "; with recurrent layers, the tree ops support no more" if high == MAX_RECURRENT_NODES else ""
+            raise ValueError(f"DDTREE: {flag}: expected {low} to {high}, got {value}{limit}.")
     head.refuse_widths(config, block_size, num_candidates)
     if block_size > num_nodes:
         logger.warning(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
+import os
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHORT, LONG = 128, 8192  # tokens of context that are measured; other contexts follow by a line
+SHORT, LONG = 128, 8192  # tokens of context that are measured. A line through both gives the others
 WARM_UP_STEPS, STEPS = 1, 3
-# Fields of ServerArgs that the time of a step does not depend on, but that differ from run to run.
+# Fields of ServerArgs, or their first letters, that differ from run to run without changing the time of a step.
 INCIDENTAL = (
     "host",
     "port",
@@ -39,7 +42,7 @@ Table = dict[tuple[int, int], tuple[float, float]]
 
 
 def step_costs(graphs: StepGraphs) -> StepCosts:
-    """Return the costs of steps: from the disk if a server of this kind measured them before, else measured.
+    """Return the costs of steps. Read them from the disk if a server like this one has measured them; else measure.
 
     Args:
         graphs: captured.
@@ -49,7 +52,7 @@ def step_costs(graphs: StepGraphs) -> StepCosts:
     """
     parallel = get_parallel()
     path = _cache_file(graphs) if parallel.tp_rank == 0 else None
-    table = _shared(_read(path) if path is not None else None)
+    table = _shared(_read(path, graphs) if path is not None else None)
     if table is None:
         start = time.perf_counter()
         table = _shared(measure(graphs))
@@ -62,7 +65,7 @@ def step_costs(graphs: StepGraphs) -> StepCosts:
         if path is not None:
             _write(path, table)
     elif path is not None:
-        logger.info("DDTREE: the times of steps are from %s.", path)
+        logger.info("DDTREE: read the times of steps from %s.", path)
     for line in describe(table, graphs.widths):
         logger.info("DDTREE: %s", line)
     return StepCosts(graphs.widths, graphs.batch_sizes, table)
@@ -78,7 +81,7 @@ def describe(table: Table, widths: tuple[int, ...]) -> list[str]:
 
 
 def measure(graphs: StepGraphs) -> Table:
-    """Time steps of made-up requests. It needs the device for itself: no request may run yet.
+    """Time steps of made-up requests. No real request may run yet. Slot table and counts end as they were.
 
     Args:
         graphs: captured.
@@ -86,17 +89,18 @@ def measure(graphs: StepGraphs) -> Table:
     Returns:
         (batch size, width) -> seconds without context, and seconds per token of context of all requests together.
     """
-    pool, table = graphs.target_runner.req_to_token_pool, graphs.target_runner.req_to_token_pool.req_to_token
+    table = graphs.target_runner.req_to_token_pool.req_to_token
     room = table.shape[1] - 2 * graphs.widths[-1]
     slots = graphs.target_runner.token_to_kv_pool.size
     contexts = [min(SHORT, room), min(LONG, room)]
     requests = table.shape[0] - 1  # row 0 is padding's
-    before = table.clone()
+    expectation = graphs.commits.expectation
+    changed = [table] if expectation is None else [table, expectation.totals]
+    before = [tensor.clone() for tensor in changed]
     found: Table = {}
     try:
-        for row in range(
-            1, requests + 1
-        ):  # slots of different requests are different, as far as the pool goes
+        # Each request has slots of its own while the pool has enough of them.
+        for row in range(1, requests + 1):
             window = torch.arange(table.shape[1], device=table.device) + row * (
                 contexts[1] + 2 * graphs.widths[-1]
             )
@@ -109,7 +113,8 @@ def measure(graphs: StepGraphs) -> Table:
                 per_token = max(0.0, (long - short) / tokens) if tokens else 0.0
                 found[bs, width] = max(0.1 * short, short - bs * contexts[0] * per_token), per_token
     finally:
-        pool.req_to_token.copy_(before)
+        for tensor, values in zip(changed, before):
+            tensor.copy_(values)
     return found
 
 
@@ -141,12 +146,12 @@ def _time(graphs: StepGraphs, rows: torch.Tensor, context: int, width: int) -> f
 def _cache_file(graphs: StepGraphs) -> Path:
     """Return the file for servers of this kind."""
     key = json.dumps(_kind(graphs), sort_keys=True, default=str)
-    folder = Path(envs.SGLANG_CACHE_DIR.get()).expanduser() / "ddtree"
+    folder = Path(os.path.expanduser(envs.SGLANG_CACHE_DIR.get())) / "ddtree"  # Path's raises without a home
     return folder / f"step-costs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _kind(graphs: StepGraphs) -> dict[str, Any]:
-    """Return what times depend on: model, GPU, versions and flags."""
+    """Return what the times depend on: model, GPU, versions and arguments."""
     arguments = {
         name: value
         for name, value in vars(get_server_args()).items()
@@ -169,23 +174,29 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _read(path: Path) -> Table | None:
+def _read(path: Path, graphs: StepGraphs) -> Table | None:
+    """Return the table of a file; None if there is none for these graphs."""
     try:
         rows = json.loads(path.read_text())["seconds"]
-        return {(int(bs), int(width)): (float(fixed), float(slope)) for bs, width, fixed, slope in rows}
+        table = {(int(bs), int(width)): (float(fixed), float(slope)) for bs, width, fixed, slope in rows}
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # not there, or not ours: measure
+        return None
+    complete = table.keys() == {(bs, width) for bs in graphs.batch_sizes for width in graphs.widths}
+    usable = all(0 < fixed < math.inf and 0 <= slope < math.inf for fixed, slope in table.values())
+    return table if complete and usable else None
 
 
 def _write(path: Path, table: Table) -> None:
     rows = [[bs, width, *times] for (bs, width), times in table.items()]
+    temporary = path.with_suffix(f".{time.time_ns()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{time.time_ns()}")
         temporary.write_text(json.dumps(dict(gpu=torch.cuda.get_device_name(), seconds=rows)))
         temporary.rename(path)
     except OSError as error:
-        logger.warning("DDTREE: the times of steps are not kept: %s", error)
+        logger.warning("DDTREE: the next start measures the times of steps again. They cannot be kept: %s", error)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def _shared(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Records steps for offline study: trees, what was accepted of them, and how the budget chose their widths.
 
-A trace is a file of JSON lines. The first one is the header; `draw.py` draws the trees of the others. In between are the
-calls of the budget, so that replay() can repeat its choices.
+A trace is a file of JSON lines. The first line is the header. A "step" line has the trees of a step, which draw.py draws.
+The other lines are the calls of the budget, with which replay() repeats its choices.
 
     {"header": {"block_size": F, "widths": [...], "batch_sizes": [...], "seconds": [[bs, width, fixed, per token], ...]}}
     {"choose": [bs, context, sampled], "width": N}
@@ -12,33 +12,39 @@ calls of the budget, so that replay() can repeat its choices.
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from sgl_kernel.ddtree import Accepted, DraftTrees
 from sglang.srt.speculative.ddtree.budget import Budget, Load, Step, StepCosts
 from sglang.srt.speculative.ddtree.expectation import Expectation
 
+logger = logging.getLogger(__name__)
+
 LATE = 2  # steps until a step is written: by then its copies have arrived
 
 
 class Trace:
-    """Writes a trace.
+    """Writes a trace. If the file cannot be written any more (a full disk), the trace ends and the server runs on.
 
     Args:
-        path: of the file. One that is there is replaced.
+        path: of the file. An existing file is replaced.
         block_size: F.
         expectation: holds the nodes' probabilities.
-        costs: that the budget starts from; None: the widths are fixed.
+        costs: what the budget starts from; None: all steps have one width.
 
     Raises:
-        ValueError: the file cannot be written.
+        ValueError: the file cannot be opened.
     """
 
     def __init__(self, path: str, block_size: int, expectation: Expectation, costs: StepCosts | None) -> None:
+        self._path = path
+        self._file: TextIO | None = None
         try:
             self._file = Path(path).open("w", buffering=1)
         except OSError as error:
@@ -55,7 +61,15 @@ class Trace:
         self._write(dict(header=header))
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            logger.warning("DDTREE: the trace ends here, because %s cannot be written: %s", self._path, error)
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
 
     def choose(self, load: Load, width: int) -> None:
         """Record a choice of the budget."""
@@ -73,6 +87,8 @@ class Trace:
             accepted: of the step.
             ids: of the requests.
         """
+        if self._file is None:
+            return
         bs, num_nodes = trees.tokens.shape
         tensors = dict(
             tokens=trees.tokens,
@@ -118,7 +134,7 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Read the lines of a trace. A last line that is not complete is left out.
+    """Read the lines of a trace. It leaves out incomplete lines, such as the last one of a server that was killed.
 
     Raises:
         ValueError: the file is not a trace.
