@@ -98,7 +98,10 @@ class TestWidths(ArgumentsCase):
                 dict(speculative_ddtree_trace="/no/such/folder/trace"),
                 "--speculative-ddtree-trace: expected a file in a folder that exists, got '/no/such/folder/trace'",
             ),
-            (dict(speculative_ddtree_trace="/"), "--speculative-ddtree-trace: expected a file, got the folder '/'"),
+            (
+                dict(speculative_ddtree_trace="/"),
+                "--speculative-ddtree-trace: expected a file, got the folder '/'",
+            ),
             (
                 dict(speculative_ddtree_trace="trace", dp_size=2),
                 "--speculative-ddtree-trace: expected --dp-size 1 with it, got 2",

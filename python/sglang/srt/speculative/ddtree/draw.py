@@ -1,6 +1,6 @@
 """Draws a draft tree of a trace as SVG: its nodes by depth, and which of them the target accepted.
 
-    python -m sglang.srt.speculative.ddtree.draw TRACE [--step N] [--request ID] [--tokenizer FOLDER] [--output FILE]
+python -m sglang.srt.speculative.ddtree.draw TRACE [--step N] [--request ID] [--tokenizer FOLDER] [--output FILE]
 """
 
 from __future__ import annotations

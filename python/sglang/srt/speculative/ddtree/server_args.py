@@ -197,7 +197,9 @@ def refuse_trace(path: str, dp_size: int) -> None:
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"{prefix} a file that this user may write, got {path!r}.")
     if dp_size > 1:
-        raise ValueError(f"{prefix} --dp-size 1 with it, got {dp_size}: every replica would write the same file.")
+        raise ValueError(
+            f"{prefix} --dp-size 1 with it, got {dp_size}: every replica would write the same file."
+        )
 
 
 @contextmanager
@@ -367,7 +369,9 @@ def resolve_widths(args: ServerArgs) -> None:
         ("--speculative-eagle-topk", num_candidates, 1, MAX_CANDIDATES),
     ):
         if not low <= value <= high:
-            limit = "; with recurrent layers, the tree ops support no more" if high == MAX_RECURRENT_NODES else ""
+            limit = (
+                "; with recurrent layers, the tree ops support no more" if high == MAX_RECURRENT_NODES else ""
+            )
             raise ValueError(f"DDTREE: {flag}: expected {low} to {high}, got {value}{limit}.")
     head.refuse_widths(config, block_size, num_candidates)
     if block_size > num_nodes:

@@ -194,7 +194,9 @@ def _write(path: Path, table: Table) -> None:
         temporary.write_text(json.dumps(dict(gpu=torch.cuda.get_device_name(), seconds=rows)))
         temporary.rename(path)
     except OSError as error:
-        logger.warning("DDTREE: the next start measures the times of steps again. They cannot be kept: %s", error)
+        logger.warning(
+            "DDTREE: the next start measures the times of steps again. They cannot be kept: %s", error
+        )
         with suppress(OSError):
             temporary.unlink()
 
