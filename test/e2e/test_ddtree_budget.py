@@ -43,7 +43,7 @@ class TestGreedy(BudgetCase):
 
     def test_every_width_in_turn(self):
         found, widths = self.check(cycle=True)
-        self.assertEqual(set(widths), {1, 8, 16, 24, 32, 48, 64})
+        self.assertEqual(set(widths), {1, 4, 8, 16, 24, 32, 48, 64})
         self.assertEqual(self.changes(widths), len(widths) - 1)
         self.assertGreater(found.accepted, 20)
 
@@ -61,7 +61,7 @@ class TestGreedy(BudgetCase):
         """It tries other widths than its choice, and none that it has no graph for."""
         _, widths = self.check(cycle=False)
         self.assertGreater(self.changes(widths), 2)
-        self.assertLessEqual(set(widths), {1, 8, 16, 24, 32, 48, 64})
+        self.assertLessEqual(set(widths), {1, 4, 8, 16, 24, 32, 48, 64})
 
     def test_penalties(self):
         arguments = {"skip_tokenizer_init": False}
@@ -122,7 +122,7 @@ class TestSampling(SamplingCheck, BudgetCase):
     def test_every_width_in_turn(self):
         options = dict(temperature=1.0)
         answers, widths = run_engine(self.tree, Auto(sample), self.prompt, self.count, options)
-        self.assertEqual(set(widths), {1, 8, 16, 24, 32, 48, 64})
+        self.assertEqual(set(widths), {1, 4, 8, 16, 24, 32, 48, 64})
         self.assertLess(self.statistic(answers, self.exact(**options)), 1.0)
 
     def test_its_own_choices(self):

@@ -47,12 +47,12 @@ class TestBudgetCuda(unittest.TestCase):
 
     def test_every_width_in_turn(self):
         *_, waits, widths = self.agree("in turn", 30)
-        self.assertEqual(set(widths), {1, 8, 16, 24, 32, 48, 64})
+        self.assertEqual(set(widths), {1, 4, 8, 16, 24, 32, 48, 64})
         self.assertEqual(waits, [])
 
     def test_its_own_choices(self):
         *_, waits, widths = self.agree("its own choices", 5)
-        self.assertLessEqual(set(widths), {1, 8, 16, 24, 32, 48, 64})
+        self.assertLessEqual(set(widths), {1, 4, 8, 16, 24, 32, 48, 64})
         self.assertGreater(len(set(widths)), 1)
         self.assertEqual(waits, [])
 

@@ -10,7 +10,7 @@ from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=15, suite="unit")
 
-WIDTHS = (1, 12, 16, 24, 32, 48, 64)
+WIDTHS = widths_up_to(64, 12)
 BATCHES = (1, 2, 4, 8, 16, 32)
 LATE = 2  # steps until a report is read
 
@@ -71,7 +71,10 @@ class Simulation:
             expected = emitted = None
             if width > 1:
                 expected = tuple(noisy(self.drafted(n)) if n > 1 else 1.0 for n in WIDTHS)
-                emitted = max(1.0, self.emitted(width) + self.random.gauss(0, 1.0) / bs**0.5)
+                # Accepted nodes vary by 0.8 per request, and cannot be fewer than none.
+                nodes = self.emitted(width) - 1.0
+                shape = bs * (nodes / 0.8) ** 2
+                emitted = 1.0 + nodes * self.random.gammavariate(shape, 1.0 / shape)
             self.pending.append(Step(load, width, noisy(self.seconds(bs, width)), expected, emitted))
         return widths
 
@@ -119,7 +122,7 @@ class TestBudget(CustomTestCase):
     def test_wrong_probabilities_are_corrected_within_200_steps(self):
         """The drafter's probabilities expect five times the nodes that the target accepts."""
         server = Simulation(kept=0.2)
-        server.run(1, 100, context=100)
+        server.run(1, 200)
         self.assertGreater(server.rate(1, self.present(server, 1)) / server.best(1), 0.97)
 
     def test_a_change_of_load_settles_within_20_steps(self):
@@ -142,8 +145,8 @@ class TestBudget(CustomTestCase):
         server = Simulation()
         server.run(4, 2000)
         widths = server.run(4, 1000)
-        usual = max(set(widths), key=widths.count)
-        self.assertLess(sum(width != usual for width in widths), 100)
+        worse = sum(server.rate(4, width) < 0.95 * server.best(4) for width in widths)
+        self.assertLess(worse, 30)
         self.assertGreater(len(set(widths)), 2, "no other width is tried any more")
 
     def test_the_same_reports_give_the_same_choices(self):
@@ -189,7 +192,9 @@ class TestBudget(CustomTestCase):
                 server = Simulation()
                 server.run(4, 300)
                 usual = server.seconds
-                server.seconds = lambda bs, width: usual(bs, width) * (factor if width > 1 else 1.0)
+                server.seconds = lambda bs, width, usual=usual, factor=factor: (
+                    usual(bs, width) * (factor if width > 1 else 1.0)
+                )
                 server.run(4, 200)
                 self.assertGreater(server.rate(4, self.present(server, 4)) / server.best(4), 0.97)
 
@@ -213,11 +218,11 @@ class TestBudget(CustomTestCase):
         self.assertGreater(costs.seconds(Load(5, 100_000, False), 16), costs.seconds(Load(5, 0, False), 16))
 
     def test_widths(self):
-        self.assertEqual(widths_up_to(64, 12), (1, 12, 16, 24, 32, 48, 64))
-        self.assertEqual(widths_up_to(64, 16), (1, 16, 24, 32, 48, 64))
-        self.assertEqual(widths_up_to(20, 8), (1, 8, 16, 20))
+        self.assertEqual(widths_up_to(64, 12), (1, 4, 8, 12, 16, 24, 32, 48, 64))
+        self.assertEqual(widths_up_to(64, 16), (1, 4, 8, 16, 24, 32, 48, 64))
+        self.assertEqual(widths_up_to(20, 8), (1, 4, 8, 16, 20))
         self.assertEqual(widths_up_to(2, 2), (1, 2))
-        self.assertEqual(widths_up_to(130, 8), (1, 8, 16, 24, 32, 48, 64, 130))
+        self.assertEqual(widths_up_to(130, 8), (1, 4, 8, 16, 24, 32, 48, 64, 130))
 
 
 class TestCalibration(CustomTestCase):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-STANDARD_WIDTHS = (1, 16, 24, 32, 48, 64)
+STANDARD_WIDTHS = (1, 4, 8, 16, 24, 32, 48, 64)
 
 DECIDE_EVERY = 4  # steps of one kind: with a small model, a decision takes a part of the step's time
 HYSTERESIS = 0.015  # another width must be expected to emit this much more per second than the present one
@@ -30,12 +30,11 @@ OUTLIER = 1.5  # factor. If one time alone is further than this from the expecte
 SURPRISE = 0.15  # if a time is this far from the expected one, the other times of its kind may be wrong too
 # A probe is a step of another width than the present one, to learn what that costs.
 FIRST_WAIT, LAST_WAIT = 8, 1024  # steps before the first probe of a width; each later wait is twice as long
-FIRST_WAIT_IF_MEASURED = 64  # the first wait while the measured times hold
+FIRST_WAIT_IF_MEASURED = 40  # the first wait while the measured times hold
 # A probe that emits nothing would wait 1 + PRICE times as long as one that is as good as the present width.
-PRICE = 10.0
-FIRST_PRICE, LAST_PRICE = 30.0, 100.0  # at most, for the first probe and for later ones
+PRICE, MOST_PRICE = 10.0, 100.0
 # Steps of a probe with a draft if the present width is 1. Nothing was drafted for long, so one report says little.
-PROBE_STEPS = 6
+PROBE_STEPS = 4
 
 
 def widths_up_to(num_nodes: int, block_size: int) -> tuple[int, ...]:
@@ -270,7 +269,9 @@ class Budget:
         first = FIRST_WAIT_IF_MEASURED if measured else FIRST_WAIT
         for i, width in enumerate(self.widths):
             if width not in kind.due:
-                at = first * (min(FIRST_PRICE, self._price(load, kind.width, width)) if measured else 1.0)
+                # The next narrower and the next wider one cost little, and show whether the measured times hold.
+                near = abs(i - self.widths.index(kind.width)) == 1
+                at = first * (self._price(load, kind.width, width) if measured and not near else 1.0)
                 # The last term spreads the probes over several steps.
                 kind.due[width] = kind.steps + int(at) + (i * first) // len(self.widths), first
         due = {width: at for width, (at, _) in kind.due.items() if width != kind.width}
@@ -279,7 +280,7 @@ class Budget:
             kind.next_due = due[width]
             return kind.width
         wait, price = min(2 * kind.due[width][1], LAST_WAIT), self._price(load, kind.width, width)
-        kind.due[width] = kind.steps + int(wait * min(LAST_PRICE, price)), wait
+        kind.due[width] = kind.steps + int(wait * price), wait
         drafted = [other for other in self.widths if other > 1]
         if kind.width == 1 and width == max(drafted, key=lambda other: self.rate(load, other)):
             kind.probe, kind.left = width, PROBE_STEPS - 1
@@ -289,7 +290,7 @@ class Budget:
         """Return how much longer a width waits for its probe than one that is as good as the present one."""
         lost = 1.0 - self.rate(load, width) / self.rate(load, present)
         longer = self.costs.seconds(load, width) / self.costs.seconds(load, present)
-        return 1.0 + PRICE * max(0.0, lost) * longer
+        return min(MOST_PRICE, 1.0 + PRICE * max(0.0, lost) * longer)
 
     # ---- after a step ----
 
@@ -311,4 +312,5 @@ class Budget:
         surprised = self.costs.observe(step.load, step.width, step.seconds)
         kind.surprises = kind.surprises + 1 if surprised else 0
         if surprised and (first or kind.surprises == 2):  # later, one alone is noise
-            kind.due, kind.next_due, kind.doubtful = {}, 0, True
+            kind.due = {width: due for width, due in kind.due.items() if self.costs.timed(step.load, width)}
+            kind.next_due, kind.doubtful = 0, True
