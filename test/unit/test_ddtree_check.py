@@ -46,6 +46,13 @@ class TestServed(CheckCase):
             self.assertEqual(found[name], "the tree ops around torch_native")
         self.assertNotIn("note", found)
 
+    def test_widths_of_a_budget(self):
+        auto = ("--speculative-ddtree-budget", "auto")
+        found = self.served(self.model, self.drafter, *CPU, *auto)
+        self.assertIn("N = 1, 8, 16, 24, 32, 48, 64 nodes, as each step chooses, F = 8", found["widths"])
+        found = self.served(*self.pair("Gemma 4"), *SERVER, *auto)
+        self.assertIn("N = 64 nodes, F = ", found["widths"])
+
     def test_kernels_on_cuda(self):
         for family, prefill, verify in (
             ("Qwen3", "fa3", "the tree ops around triton"),

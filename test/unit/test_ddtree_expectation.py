@@ -1,4 +1,4 @@
-"""What drafts promise and what was kept of it: the torch ops against loops over nodes, and the kernels against the ops."""
+"""Expected tokens and accepted nodes: the torch ops against loops over nodes, and the kernels against the ops."""
 
 import os
 import subprocess

@@ -27,6 +27,6 @@ Budget = A[
 ]
 TraceFile = A[
     str | None,
-    "DDTREE only. Record the draft tree of every step, what the target accepted of it and how its width was chosen: a "
-    "file that python -m sglang.srt.speculative.ddtree.draw reads. Recording slows the server down.",
+    "DDTREE only. File that records each step: its draft trees, what the target accepted of them, and how the width was "
+    "chosen. python -m sglang.srt.speculative.ddtree.draw draws a tree of it. Recording slows the server down.",
 ]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-PRIOR = 4.0  # expected acceptances that a factor without evidence counts as
-MEMORY = 0.98  # weight of the evidence before the last reading
+PRIOR = 4.0  # the default factor weighs as much as this many expected acceptances
+MEMORY = 0.98  # by which older counts are multiplied at each reading
 
 
 class Calibration:
     """Turns counts of accepted nodes into factors for the drafter's conditional probabilities.
 
-    A node is tested if its parent is accepted. Summed over the tested nodes of one depth and rank, the drafter's
-    probabilities expect a number of acceptances; the factor is the number found, over the number expected. Where there is
-    little evidence, it is that of the rank at all depths; where there is none, 1.
+    A node is tested if its parent is accepted. The drafter's probabilities, summed over the tested nodes of one depth and
+    rank, are the number of acceptances to expect. The factor is the number of acceptances over that. With few tested
+    nodes, it tends to the factor of the rank at all depths. With none, it is 1.
 
     Args:
         max_depth: D.

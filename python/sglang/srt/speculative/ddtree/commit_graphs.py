@@ -40,10 +40,10 @@ class CommitGraphs:
 
     Args:
         trees: the ones that the draft graph builds into, for the largest batch and of the widest verify.
-        slots: [max_bs, widest N] int64, of each request's window.
+        slots: [max_bs, N of the widest verify] int64, of each request's window.
         block_size: F, the longest path.
         commit: DDTreeWorker.commit().
-        expectation: counts what was accepted; None: nothing chooses widths.
+        expectation: counts what was accepted; None: all steps have one width.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""What a draft promises, and whether it was kept: computed on the device, in the graphs that build and accept trees.
+"""How many tokens a draft should emit, and how many of its nodes were accepted: the budget's kernels.
 
-A kernel at the end of the draft graph sums the calibrated probabilities of the nodes of each width: the tokens that a
-verify of this width is expected to emit. A kernel in the commit graph counts, by depth and rank, which nodes were tested
-and accepted. The host reads both late and sends back the factors that Calibration makes of the counts.
+A kernel at the end of the draft graph sums the calibrated probabilities of the nodes of each width. The sum is the number
+of tokens that a verify of this width is expected to emit. A kernel in the commit graph counts, by depth and rank, which
+nodes were tested and which were accepted. The host reads both two steps later. Calibration turns the counts into factors,
+which the host copies back for the next drafts.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import triton
 import triton.language as tl
 from sgl_kernel.ddtree import Accepted, DraftTrees, ancestor_mask
 
-FIXED_POINT = 1 << 16  # sums of integers do not depend on their order, so all ranks find the same
+FIXED_POINT = (
+    1 << 16
+)  # sums of integers do not depend on the order of the atomics, so all processes get the same
 
 
 class Expectation:
-    """The device's side of the budget.
+    """Holds what the kernels write and read: predict() runs in the draft graph, count() in the commit graph.
 
     Args:
         widths: N of every verify, ascending.
@@ -37,14 +40,14 @@ class Expectation:
     ) -> None:
         self.widths = widths
         shape = (block_size - 1, num_candidates)
-        # By depth - 1 and rank, for the conditional probabilities.
+        # [D, K], what the conditional probabilities are multiplied with. Row d is of depth d + 1.
         self.factors = torch.ones(shape, dtype=torch.float32, device=device)
-        # Expected acceptances in fixed point, and acceptances, by depth - 1 and rank, since the start.
+        # [2, D, K], since the start: acceptances that were expected, in fixed point, and acceptances.
         self.totals = torch.zeros((2, *shape), dtype=torch.int64, device=device)
-        # By request: the expected tokens of each width, and the emitted ones.
+        # By request: the expected tokens of each width, and in the last column the emitted tokens.
         self.report = torch.zeros(max_requests, len(widths) + 1, dtype=torch.float32, device=device)
-        # By request and node: its rank among the candidates of its depth, and its conditional probability as drafted.
-        # Negative ranks: the root and padding.
+        # By request and node: its rank among the candidates of its position, or -1 for the root and padding; its
+        # probability given its parent, as drafted; and its score from build_trees().
         self.ranks = torch.full((max_requests, widths[-1]), -1, dtype=torch.int32, device=device)
         self.probabilities = torch.zeros(max_requests, widths[-1], dtype=torch.float32, device=device)
         self.scores = torch.zeros(max_requests, widths[-1], dtype=torch.float32, device=device)

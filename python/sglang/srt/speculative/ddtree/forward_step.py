@@ -32,7 +32,9 @@ class ForwardStep:
         num_nodes: N of this step, at most the worker's. With 1 there is no draft.
     """
 
-    target_out: torch.Tensor | None = None  # where accept() wants the target's tokens; None: anywhere
+    target_out: torch.Tensor | None = (
+        None  # where accept() reads the target's tokens; None: it takes any tensor
+    )
     can_run_cuda_graph: bool  # whether the verify ran as a graph, as upstream reports it
 
     def __init__(self, worker: DDTreeWorker, batch: ScheduleBatch, num_nodes: int) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READ_EVERY = 200  # verify steps between two readings of the difference
-TIME_EVERY = 64  # decode steps of which one is timed by phase
+TIME_EVERY = 64  # one decode step in this many is timed by phase
 PHASES = ("draft", "verify", "sample", "commit")
 SECONDS = tuple(base * 10.0**power for power in (-5, -4, -3, -2) for base in (1.0, 2.0, 5.0)) + (0.1,)
 

@@ -185,7 +185,7 @@ class StepGraphs:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """N of every verify graph, ascending. None before capture() or if the graphs cannot run a step."""
+        """N of every verify graph, ascending. Empty before capture(), and if the graphs cannot run a step."""
         return tuple(sorted(self._verifiers))
 
     @property
@@ -201,7 +201,7 @@ class StepGraphs:
         return all(bs <= runner.decode_cuda_graph_runner.max_bs for runner in runners)
 
     def _is_complete(self, runner: ModelRunner) -> bool:
-        """Whether a runner's graphs have no other inputs, and nothing on the host wants to see its forwards."""
+        """Return whether a runner's graphs have no inputs but ours, and nothing on the host watches its forwards."""
         graphs = runner.decode_cuda_graph_runner
         if not isinstance(graphs, DecodeCudaGraphRunner):  # without graphs it is upstream's EagerRunner
             return False
@@ -243,7 +243,7 @@ class StepGraphs:
             self._any_delta = any(deltas)
 
     def begin(self, batch: ScheduleBatch, num_nodes: int) -> StepGraphs:
-        """Begins a step of a batch that can_run(). It gives the graphs their inputs.
+        """Begin a step of a batch that can_run(): give the graphs their inputs.
 
         Args:
             batch: of bs requests.

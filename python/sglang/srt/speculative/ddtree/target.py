@@ -113,7 +113,7 @@ def refuse_target(args: ServerArgs) -> None:
     prefix = f"DDTREE: {TARGET_FLAG}: {args.model_path}: expected"
     if (kind := _sparse_kind(config)) is not None:
         raise ValueError(
-            f"{prefix} layers that keep one row of K and V per token, got {kind}: what it keeps besides would not move "
+            f"{prefix} layers that keep one row of K and V per token, got {kind}: what else it keeps would not move "
             "with the accepted KV."
         )
     if mambaish_config(config) is not None and (gaps := kind_gaps(config)):

@@ -73,7 +73,7 @@ class TreeBuilder:
         keep_top1_path: whether a tree always contains the first choice of every depth.
         max_bs: the most requests in a captured graph.
         device: where the trees go.
-        expectation: takes what the trees promise; None: nothing chooses widths.
+        expectation: takes the trees' expected tokens; None: all steps have one width.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.runtime_context import override_platform
+from sglang.srt.speculative.ddtree.budget import widths_up_to
 from sglang.srt.speculative.ddtree.checkpoint import (
     REVISION_FLAGS,
     TARGET_FLAG,
@@ -24,6 +25,7 @@ from sglang.srt.speculative.ddtree.coverage import (
     torch_prefill_fault,
     torch_prefill_gaps,
 )
+from sglang.srt.speculative.ddtree.server_args import AUTO_BUDGET
 from sglang.srt.speculative.ddtree.target import kv_layers, refuse_target, state_bytes, target_faults
 
 if TYPE_CHECKING:
@@ -181,9 +183,14 @@ def _choices(models: Models) -> Iterator[str]:
     """Say what the server would use."""
     args = models.args
     prefill, base = attention_backends_of(args)
+    num_nodes, block_size = args.speculative_num_draft_tokens, args.speculative_dflash_block_size
+    nodes = f"{num_nodes} nodes"
+    gaps = models.target_gaps() + models.drafter_gaps()
+    if args.speculative_ddtree_budget == AUTO_BUDGET and not gaps:  # Triton's graphs have one width
+        nodes = f"{', '.join(map(str, widths_up_to(num_nodes, block_size)))} nodes, as each step chooses"
     yield (
-        f"widths: N = {args.speculative_num_draft_tokens} nodes, F = {args.speculative_dflash_block_size} positions per "
-        f"draft pass, K = {args.speculative_eagle_topk} candidates per position"
+        f"widths: N = {nodes}, F = {block_size} positions per draft pass, K = {args.speculative_eagle_topk} candidates "
+        "per position"
     )
     yield f"prefill: {prefill}"
     yield f"verify: {_runs_on(base, models.target_gaps(), args.speculative_ddtree_verify)}"

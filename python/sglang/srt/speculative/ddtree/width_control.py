@@ -1,7 +1,7 @@
-"""Gives the budget what the device reports of the steps, and the worker the budget's choices.
+"""Gives the device's reports of steps to the budget, and the budget's choices to the worker.
 
-Reports are read two steps late. By then the scheduler has read the answer of that step, so nothing waits, and every rank
-of a tensor-parallel server reads the same reports before the same choice.
+A report is read two steps late. By then the scheduler has read the answer of that step, so nothing waits. The delay is
+fixed, so every rank of a tensor-parallel server has read the same reports before a choice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Slot:
     Attributes:
         report: [max_requests, widths + 1] float32, of Expectation.report.
         totals: of Expectation.totals.
-        end: event on the device, or seconds on a CPU.
+        end: of the step: an event on the device, or seconds on a CPU.
     """
 
     report: torch.Tensor
@@ -52,10 +52,10 @@ class WidthControl:
 
     Args:
         budget: makes the choices.
-        expectation: the device's side.
+        expectation: what the kernels report.
         refines_costs: whether the steps' own times refine the costs. Not under tensor parallelism, where each rank would
             find other times and choose other widths.
-        trace: records the budget's calls; None: nothing does.
+        trace: records the budget's calls; None: they are not recorded.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class WidthControl:
         self._before = slot
 
     def interrupt(self) -> None:
-        """Note that something else than a decode step runs now."""
+        """Note that something other than a decode step runs now."""
         self._before = None
 
     def _read(self, pending: _Pending) -> Step:
