@@ -8,11 +8,13 @@ from pathlib import Path
 from sglang.srt.speculative.ddtree.draw import draw, find_tree
 from sglang.srt.speculative.ddtree.trace import read_trace, replay
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
 from support.budget import Auto
 from support.cases import DDTreeCase
 from support.jobs import answer_twice, greedy, sample
+from support.models import write_models
 from support.penalties import answer_with_penalties
-from support.processes import run_engine
+from support.processes import run_engine, run_ranks
 from support.prompts import PROMPTS
 from support.sampling import SamplingCheck
 
@@ -131,6 +133,22 @@ class TestSampling(SamplingCheck, BudgetCase):
         answers, widths = run_engine(arguments, Auto(sample, cycle=False), self.prompt, self.count, options)
         self.assertGreater(len(set(widths)), 1)
         self.assertLess(self.statistic(answers, self.exact(**options)), 1.0)
+
+
+class TestTensorParallel(CustomTestCase):
+    def test_two_ranks_choose_the_same_widths(self):
+        """Over gloo. If their choices differed, a rank would wait for a forward that the other does not run."""
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        target, drafter = write_models(Path(folder), vocabulary=128)
+        arguments = dict(
+            model_path=target, speculative_algorithm="DDTREE", speculative_draft_model_path=drafter,
+            speculative_ddtree_budget="auto", tp_size=2,
+        )  # fmt: skip
+        first, second = run_ranks(arguments, Auto(greedy, cycle=False))
+        self.assertEqual(first, second)
+        found, widths = first
+        self.assertGreater(len(set(widths)), 1)
+        self.assertEqual(found.outputs, run_engine({"model_path": target}, greedy).outputs)
 
 
 class AfterPlainSteps:

@@ -1,13 +1,19 @@
 """What DDTREE reports: acceptance at /metrics, and the largest difference of a validating verify."""
 
+import json
+import re
 import unittest
+from pathlib import Path
 
 import torch
+from sglang.srt.speculative.ddtree import metrics as metrics_module
 from sglang.srt.speculative.ddtree.metrics import PHASES, TIME_EVERY, DDTreeMetrics, Difference, PhaseTimer
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=12, suite="unit")
+
+DASHBOARD = Path(__file__).parents[2] / "docs/grafana/ddtree.json"
 
 
 class TestMetrics(CustomTestCase):
@@ -38,6 +44,18 @@ class TestMetrics(CustomTestCase):
         self.assertEqual(value("calibration_error"), 0.25)
         self.assertEqual(value("phase_seconds_sum", phase="draft"), 0.002)
         self.assertEqual(value("phase_seconds_count", phase="verify"), 0)
+
+
+class TestDashboard(CustomTestCase):
+    def test_it_asks_for_metrics_that_exist(self):
+        dashboard = json.loads(DASHBOARD.read_text())
+        source = Path(metrics_module.__file__).read_text()
+        names = set(re.findall(r"sglang:(ddtree_\w+?)(?:_sum|_count|_total)?[{,]", json.dumps(dashboard)))
+        self.assertEqual(len(names), 6)
+        for name in names:
+            self.assertIn(f'"sglang:{name}"', source)
+        places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+        self.assertEqual(len(set(places)), len(places))
 
 
 class TestPhaseTimer(CustomTestCase):
