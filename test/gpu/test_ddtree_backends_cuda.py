@@ -55,10 +55,10 @@ CASES = {
     "fa3, mixed, page 16": Case("fa3", FA, dict(enable_mixed_chunk=True, page_size=16)),
     "fa3, page 64": Case("fa3", FA, dict(page_size=64)),
     "fa3, page 128": Case("fa3", FA, dict(page_size=128)),
-    "fa3, mla": Case("fa3", FA, {}, "mla", 30),
-    "fa3, fp8": Case("fa3", FA, {}, "fp8", 30),
+    "fa3, mla": Case("fa3", FA, {}, "mla plain", 30),
+    "fa3, fp8": Case("fa3", FA, {}, "fp8 plain", 30),
     "fa4, page 128": Case("fa4", FA, dict(page_size=128)),
-    "flashmla": Case("flashmla", "FlashMLABackend", dict(page_size=64), "mla", 30),
+    "flashmla": Case("flashmla", "FlashMLABackend", dict(page_size=64), "mla plain", 30),
     "flashinfer, validate": Case(
         "flashinfer", FLASHINFER_PREFILL, dict(speculative_ddtree_verify="validate")
     ),
@@ -67,8 +67,8 @@ CASES = {
     ),
     "flashinfer, page 64": Case("flashinfer", FLASHINFER_PREFILL, dict(page_size=64)),
     "flashinfer, page 128": Case("flashinfer", FLASHINFER_PREFILL, dict(page_size=128)),
-    "flashinfer, mla": Case("flashinfer", "FlashInferMLAAttnBackend", {}, "mla", 30),
-    "flashinfer, fp8": Case("flashinfer", FLASHINFER_PREFILL, {}, "fp8", 30),
+    "flashinfer, mla": Case("flashinfer", "FlashInferMLAAttnBackend", {}, "mla plain", 30),
+    "flashinfer, fp8": Case("flashinfer", FLASHINFER_PREFILL, {}, "fp8 plain", 30),
 }
 
 
@@ -96,8 +96,8 @@ class PrefillChecks:
         plain = CUDA | dict(model_path=target)
         variants = {
             "plain": plain,
-            "mla": plain | dict(model_path=write_mla_target(folder, nope=128, value=128)),
-            "fp8": plain | dict(kv_cache_dtype="fp8_e4m3"),
+            "mla plain": plain | dict(model_path=write_mla_target(folder, nope=128, value=128)),
+            "fp8 plain": plain | dict(kv_cache_dtype="fp8_e4m3"),
         }
         # With chunks, prefill reads a prefix that itself has written, and one that verify has written.
         tree = dict(
@@ -125,7 +125,7 @@ class PrefillChecks:
                     self.fail(f"{name}: {result}")
                 self.assertEqual(result[2], ["HybridAttnBackend", case.prefill, "TritonTreeVerify"])
                 # Triton wrote the judge's prefix, another backend the answer's. TIE covers only one rounding.
-                tie = None if case.variant == "fp8" else 2 * TIE
+                tie = None if case.variant == "fp8 plain" else 2 * TIE
                 gaps = self.results[case.variant]
                 if isinstance(gaps, RuntimeError):
                     self.fail(f"judge of {case.variant}: {gaps}")
