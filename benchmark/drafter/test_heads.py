@@ -166,6 +166,17 @@ class TestFiles(unittest.TestCase):
                 self.assertEqual(set.union(*found), set(head.tensors()) | set(Drafter(config).state_dict()))
                 self.assertEqual(sum(map(len, found)), len(set.union(*found)))
 
+    def test_the_demos_heads(self):
+        demo = Path(__file__).parents[2] / "demo"
+        drafter = set(load_file(demo / "SmolLM2-135M-DFlash" / "model.safetensors"))
+        for name, kind, size in (("selector", Selector, 6_500_000), ("domino", Domino, 2_000_000)):
+            folder = demo / f"SmolLM2-135M-DFlash-{name}"
+            self.assertLessEqual((folder / "head.safetensors").stat().st_size, size)
+            head = load(folder, torch.ones(49152, 576))
+            self.assertIsInstance(head, kind)
+            self.assertTrue(all(torch.isfinite(w).all() for w in head.tensors().values()))
+            self.assertEqual(set(load_file(folder / "drafter.safetensors")), drafter)
+
 
 class TestNodes(unittest.TestCase):
     @torch.no_grad()
