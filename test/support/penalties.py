@@ -79,6 +79,29 @@ def answer_with_penalties(engine: Engine) -> tuple[list[list[int]], int, int]:
     )
 
 
+def answer_by_definition(target: str, prompt: list[int], options: dict[str, Any]) -> list[int]:
+    """Answer a prompt greedily by transformers and penalize().
+
+    Args:
+        target: folder of the target model.
+        prompt: token ids.
+        options: sampling parameters of the request.
+
+    Returns:
+        The answer's tokens through its stop, TOKENS at most.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    stops = stop_tokens(options)
+    output: list[int] = []
+    while len(output) < TOKENS and not set(output[-1:]) & set(stops):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + output])).logits[0, -1]
+        output.append(int(penalize(logits, output, options).argmax()))
+    return output
+
+
 class PenaltyChecks:
     """Test methods for a DDTreeCase. They compare greedy answers with the definition.
 
@@ -93,21 +116,7 @@ class PenaltyChecks:
         # Upstream's penalizer for min_new_tokens asks the tokenizer for its stop tokens.
         cls.plain |= {"skip_tokenizer_init": False, "disable_overlap_schedule": True}
         cls.tree |= {"skip_tokenizer_init": False, "speculative_num_draft_tokens": 32}
-        cls.expected = [cls.by_definition(*case) for case in zip(PROMPTS, PENALTIES)]
-
-    @classmethod
-    def by_definition(cls, prompt: list[int], options: dict[str, Any]) -> list[int]:
-        """The greedy answer by transformers and penalize()."""
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(cls.target, dtype=torch.float32)
-        stops = stop_tokens(options)
-        output: list[int] = []
-        while len(output) < TOKENS and not set(output[-1:]) & set(stops):
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + output])).logits[0, -1]
-            output.append(int(penalize(logits, output, options).argmax()))
-        return output
+        cls.expected = [answer_by_definition(cls.target, *case) for case in zip(PROMPTS, PENALTIES)]
 
     def assert_by_definition(self, outputs: list[list[int]]) -> None:
         """Compare the answers to the first prompts, as many as there are outputs."""
@@ -124,7 +133,7 @@ class PenaltyChecks:
         self.assert_by_definition(run_engine(self.plain, answer_with_penalties)[0][:-1])
 
     def test_penalties_change_the_answers(self) -> None:
-        without = [self.by_definition(prompt, {}) for prompt in PROMPTS]
+        without = [answer_by_definition(self.target, prompt, {}) for prompt in PROMPTS]
         differ = [a != b[: len(a)] for a, b in zip(self.expected, without)]
         self.assertEqual(differ, [True, True, True, True, False, True])
 
