@@ -49,7 +49,7 @@ class TestServed(CheckCase):
     def test_widths_of_a_budget(self):
         auto = ("--speculative-ddtree-budget", "auto")
         found = self.served(self.model, self.drafter, *CPU, *auto)
-        self.assertIn("N = 1, 8, 16, 24, 32, 48, 64 nodes, as each step chooses, F = 8", found["widths"])
+        self.assertIn("N = 1, 4, 8, 16, 24, 32, 48, 64 nodes, as each step chooses, F = 8", found["widths"])
         found = self.served(*self.pair("Gemma 4"), *SERVER, *auto)
         self.assertIn("N = 64 nodes, F = ", found["widths"])
 
