@@ -114,6 +114,16 @@ def convert(path: Path, out: Path) -> None:
     )
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(out)
+    share_weights(out)
+
+
+def share_weights(folder: Path) -> None:
+    """Let everyone who may read a model's config.json read its weights too.
+
+    safetensors 0.8 writes weights that only their owner can read. A container that serves the folder as another user
+    could not.
+    """
+    shutil.copymode(folder / "config.json", folder / WEIGHTS)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -18,8 +19,10 @@ from collections import namedtuple
 from pathlib import Path
 from unittest import mock
 
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from safetensors.torch import save_file
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -544,6 +547,15 @@ class TestDemoModel(CustomTestCase):
             self.assertRaisesRegex(ToolError, "Preparing the demo model"),
         ):
             demo_model.prepare(self.folder)
+
+    def test_others_may_read_the_weights(self):
+        self.folder.mkdir(parents=True)
+        save_file({"a": torch.zeros(1)}, self.folder / demo_model.WEIGHTS)
+        config = self.folder / "config.json"
+        config.touch(0o644)
+        demo_model.share_weights(self.folder)
+        for path in (config, self.folder / demo_model.WEIGHTS):
+            self.assertEqual(stat.S_IMODE(path.stat().st_mode), 0o644)
 
 
 if __name__ == "__main__":
