@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang.srt.speculative.ddtree.budget import Budget, Load, Step, StepCosts
+from sglang.srt.speculative.ddtree.expectation import LATE
 from sglang.srt.speculative.ddtree.trace import read_trace
 
 from benchmark.ddtree.record import host_name, save
 
-LATE = 2  # steps until the budget reads a report
 WARM_UP, STEPS = 400, 2000
 
 
 class Draft(NamedTuple):
-    """A recorded draft: by width, the tokens that it promises and those that it emits."""
+    """A recorded draft: by width, the tokens that it is expected to emit and those that it emits."""
 
-    promised: tuple[float, ...]
+    expected: tuple[float, ...]
     emitted: tuple[float, ...]
 
 
@@ -40,13 +40,13 @@ def read_drafts(trace: Path, widths: list[int]) -> list[Draft]:
     found = []
     for line in read_trace(trace):
         for request in line.get("requests", ()):
-            share, promised = [1.0], []
+            share, expected = [1.0], []
             for parent, probability in zip(request["parents"][1:], request["probabilities"][1:]):
                 share.append(share[parent] * probability)
             for width in widths:
-                promised.append(sum(share[:width]))
+                expected.append(sum(share[:width]))
             emitted = [float(sum(node < width for node in request["path"])) for width in widths]
-            found.append(Draft(tuple(promised), tuple(emitted)))
+            found.append(Draft(tuple(expected), tuple(emitted)))
     return found
 
 
@@ -73,10 +73,10 @@ def auto_rate(
         batch = generator.choices(drafts, k=load.bs)
         emitted = statistics.fmean(draft.emitted[at] for draft in batch)
         spent = costs.seconds(load, width) * max(0.5, generator.gauss(1.0, noise))
-        promised = None
+        expected = None
         if width > 1:
-            promised = tuple(statistics.fmean(column) for column in zip(*(draft.promised for draft in batch)))
-        pending.append(Step(load, width, spent, promised, emitted if width > 1 else None))
+            expected = tuple(statistics.fmean(column) for column in zip(*(draft.expected for draft in batch)))
+        pending.append(Step(load, width, spent, expected, emitted if width > 1 else None))
         if number >= WARM_UP:
             tokens, seconds = tokens + load.bs * emitted, seconds + spent
             chosen[width] = chosen.get(width, 0) + 1

@@ -5,6 +5,7 @@ import unittest
 
 from sglang.srt.speculative.ddtree.budget import Budget, Load, Step, StepCosts, widths_up_to
 from sglang.srt.speculative.ddtree.calibration import Calibration
+from sglang.srt.speculative.ddtree.expectation import LATE
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -12,7 +13,6 @@ register_cpu_ci(est_time=15, suite="unit")
 
 WIDTHS = widths_up_to(64, 12)
 BATCHES = (1, 2, 4, 8, 16, 32)
-LATE = 2  # steps until a report is read
 
 
 def card(bs, width):

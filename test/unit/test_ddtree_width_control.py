@@ -4,8 +4,8 @@ import unittest
 
 import torch
 from sglang.srt.speculative.ddtree.budget import Load
-from sglang.srt.speculative.ddtree.expectation import FIXED_POINT, Expectation
-from sglang.srt.speculative.ddtree.width_control import LATE, READ_TOTALS_EVERY, WidthControl
+from sglang.srt.speculative.ddtree.expectation import FIXED_POINT, LATE, Expectation
+from sglang.srt.speculative.ddtree.width_control import READ_TOTALS_EVERY, WidthControl
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 

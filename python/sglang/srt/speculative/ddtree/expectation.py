@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from sgl_kernel.ddtree import Accepted, DraftTrees, ancestor_mask
 
+LATE = 2  # a step's report is read this many steps later: by then its copy to the host has arrived
 FIXED_POINT = (
     1 << 16
 )  # sums of integers do not depend on the order of the atomics, so all processes get the same

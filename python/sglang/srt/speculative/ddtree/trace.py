@@ -22,11 +22,9 @@ from typing import Any, TextIO
 import torch
 from sgl_kernel.ddtree import Accepted, DraftTrees
 from sglang.srt.speculative.ddtree.budget import Budget, Load, Step, StepCosts
-from sglang.srt.speculative.ddtree.expectation import Expectation
+from sglang.srt.speculative.ddtree.expectation import LATE, Expectation
 
 logger = logging.getLogger(__name__)
-
-LATE = 2  # steps until a step is written: by then its copies have arrived
 
 
 class Trace:

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from sglang.srt.speculative.ddtree.budget import Budget, Load, Step
 from sglang.srt.speculative.ddtree.calibration import Calibration
-from sglang.srt.speculative.ddtree.expectation import FIXED_POINT, Expectation
+from sglang.srt.speculative.ddtree.expectation import FIXED_POINT, LATE, Expectation
 from sglang.srt.speculative.ddtree.trace import Trace
 
-LATE = 2  # steps
 READ_TOTALS_EVERY = 16  # steps
 
 
