@@ -152,7 +152,7 @@ def render(report: dict) -> str:
     if undeclared := report.get("undeclared_aliases"):
         lines.append(
             f"\nThese ops return an operand although their schema declares a new tensor: {', '.join(undeclared)}. The "
-            "detector takes that for a write, so a race that names one of them may be false."
+            "detector treats that as a write, so a race that names one of them may be false."
         )
     return "\n".join(lines)
 

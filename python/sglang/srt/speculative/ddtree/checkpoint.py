@@ -74,7 +74,7 @@ def _missing_on_hub(name: str, revision: str | None, revision_flag: str) -> str 
         get_hf_file_metadata(url, timeout=HUB_TIMEOUT)
         return None
     except hub.HFValidationError:
-        return "which is no name of a repository"
+        return "which is not a valid name of a repository"
     except hub.GatedRepoError:
         return "which is gated: accept its terms on the hub, and set HF_TOKEN to your token"
     except hub.RepositoryNotFoundError:

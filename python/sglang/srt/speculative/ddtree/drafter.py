@@ -151,7 +151,7 @@ def _layer_faults(ids: list[int] | None, num_layers: int) -> Iterator[str]:
         yield "dflash_config.target_layer_ids: expected the target layers that the drafter reads, got none."
     elif len(set(ids)) < len(ids) or not all(0 <= layer < num_layers for layer in ids):
         yield (
-            f"dflash_config.target_layer_ids: expected different layers of the target, 0 to {num_layers - 1}, "
+            f"dflash_config.target_layer_ids: expected distinct layers of the target, 0 to {num_layers - 1}, "
             f"got {ids}."
         )
 
@@ -207,7 +207,7 @@ def _vocabulary_faults(drafter: PretrainedConfig, vocab_size: int) -> Iterator[s
     most = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     if own is not None and own > most:
         yield (
-            f"vocab_size: expected at most {most}, the target's {vocab_size} and its padding, got {own}. The drafter "
+            f"vocab_size: expected at most {most}, the target's {vocab_size} plus padding, got {own}. The drafter "
             "was trained for another vocabulary."
         )
     reduced = getattr(drafter, "draft_vocab_size", None)

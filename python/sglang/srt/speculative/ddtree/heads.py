@@ -334,7 +334,7 @@ def head_faults(config: Any, vocab_size: int) -> Iterator[str]:
         elif kind is head and not are_there:
             yield f"dflash_config: expected {keys} with {architectures}, got none."
     if _is_domino(config) and kind in (SelectorHead, LiLiCorrHead):
-        yield f"dflash_config.projector_type: expected one head, got domino with {architectures}."
+        yield f"dflash_config.projector_type: expected one head, got domino in addition to that of {architectures}."
     if kind is LiLiCorrHead and has_lilicorr:
         try:
             parse_lilicorr_draft_config(draft_hf_config=config)

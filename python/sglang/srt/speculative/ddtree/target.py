@@ -113,8 +113,8 @@ def refuse_target(args: ServerArgs) -> None:
     prefix = f"DDTREE: {TARGET_FLAG}: {args.model_path}: expected"
     if (kind := _sparse_kind(config)) is not None:
         raise ValueError(
-            f"{prefix} layers that keep one row of K and V per token, got {kind}: what else it keeps would not move "
-            "with the accepted KV."
+            f"{prefix} layers that keep one row of K and V per token, got {kind}: its other data per token would "
+            "not move with the accepted KV."
         )
     if mambaish_config(config) is not None and (gaps := kind_gaps(config)):
         raise ValueError(f"{prefix} recurrent layers that the tree ops cover, got {gaps[0]}.")
@@ -153,8 +153,8 @@ def target_faults(config: ModelConfig, *, device: str, num_nodes: int) -> Iterat
     model, _ = ModelRegistry.resolve_model_cls(config.hf_config.architectures)
     if not (hasattr(model, CAPTURE) or hasattr(model, DSPARK_CAPTURE)):
         yield (
-            f"expected a model that gives a drafter its hidden states, with {CAPTURE}(), got {model.__name__}, for "
-            "which SGLang has no DFLASH either."
+            f"expected a model with {CAPTURE}(), which gives a drafter its hidden states, got {model.__name__}: SGLang "
+            "does not support DFLASH for it either."
         )
     if mambaish_config(config) is None:
         return

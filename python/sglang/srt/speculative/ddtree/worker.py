@@ -280,8 +280,8 @@ class DDTreeWorker(DFlashWorkerV2):
             return step_costs(graphs)
         if isinstance(self.model_runner.decode_cuda_graph_runner, DecodeCudaGraphRunner):
             logger.warning(
-                "DDTREE: --speculative-ddtree-budget auto: every step verifies %d nodes, because this server's steps need "
-                "more than the graphs of several widths write themselves.",
+                "DDTREE: --speculative-ddtree-budget auto has no effect: every step verifies %d nodes, because the graphs of "
+                "this server's model cannot compute all of their inputs themselves.",
                 self.num_nodes,
             )
             return None
