@@ -120,13 +120,13 @@ DEVICE_REFUSALS = {
 
 
 def refuse_asked_args(args: ServerArgs) -> None:
-    """Refuse what the user asked for and DDTREE cannot serve. It changes nothing.
+    """Refuse arguments of the user that DDTREE cannot serve. This changes nothing.
 
     Args:
         args: the server's arguments as the user gave them. Defaults are not filled in yet.
 
     Raises:
-        ValueError: names the argument, what DDTREE supports and what came.
+        ValueError: names the argument, what DDTREE supports and what was given.
     """
     if (args.speculative_algorithm or "").upper() != "DDTREE":
         refuse_own_args(args)
@@ -179,14 +179,14 @@ def asked_nodes(args: ServerArgs) -> int | None:
 
 
 def refuse_trace(path: str, dp_size: int) -> None:
-    """Refuse a trace file that cannot be written. It is not opened yet: its server may be refused for another reason.
+    """Refuse a trace file that cannot be written. It is not opened yet, because another argument may be refused.
 
     Args:
         path: of the file.
         dp_size: replicas of the server.
 
     Raises:
-        ValueError: names the argument, what was expected and what came.
+        ValueError: names the argument, what was expected and what was given.
     """
     prefix = "DDTREE: --speculative-ddtree-trace: expected"
     file = Path(path).absolute()
@@ -202,7 +202,7 @@ def refuse_trace(path: str, dp_size: int) -> None:
 
 @contextmanager
 def without_window_warning() -> Iterator[None]:
-    """Hide upstream's warning that --speculative-draft-window-size has no effect. Upstream knows its own algorithms."""
+    """Hide upstream's warning that --speculative-draft-window-size has no effect. With DDTREE it has one."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("--speculative-draft-window-size has no effect")
@@ -234,7 +234,7 @@ def refuse_own_args(args: ServerArgs) -> None:
 
 
 def refuse_server_args(args: ServerArgs) -> None:
-    """Refuse arguments that DDTREE cannot serve, as upstream has resolved them. It changes nothing.
+    """Refuse resolved arguments that DDTREE cannot serve. This changes nothing.
 
     Args:
         args: the server's arguments.
@@ -286,11 +286,11 @@ def resolve_server_args(args: ServerArgs) -> None:
 
 
 def choose_attention_backends(args: ServerArgs) -> None:
-    """Keeps the prefill backend of the user or of upstream. Gives verify and drafter what DDTREE needs.
+    """Keep the prefill backend that the user or upstream chose. Give verify and drafter the backends that they need.
 
-    Upstream calls everything but prefill decoding. Under speculation, that is the target's verify. Upstream
-    has already derived what the backend needs (page size, graphs). The base backend prefills if the user named
-    none and DDTREE does not know the one that upstream chose.
+    Upstream calls everything except prefill "decode". Under speculation, that is the target's verify. Upstream has
+    already derived what the backend needs (page size, graphs). If the user named no backend and DDTREE does not know
+    the one that upstream chose, the base backend prefills.
 
     Args:
         args: the server's arguments.
