@@ -23,7 +23,7 @@ from sglang.srt.model_executor.graph_guard.stream_safe_capture import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.graph_guard.race_detector import RaceReport
+    from sglang.srt.model_executor.graph_guard.race_report import RaceReport
 
 __all__ = [
     "HostReadInCaptureError",
@@ -106,7 +106,8 @@ def _instruments(backend: Any, shape_key: Any) -> list[Instrument]:
 
 
 def _race_detector(path: str, backend: Any, shape_key: Any) -> Instrument:
-    from sglang.srt.model_executor.graph_guard.race_detector import RaceReport, detect_graph_races
+    from sglang.srt.model_executor.graph_guard.race_detector import detect_graph_races
+    from sglang.srt.model_executor.graph_guard.race_report import RaceReport
 
     path = _path_of_rank(path)
     global _race_report
