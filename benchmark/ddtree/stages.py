@@ -36,13 +36,18 @@ class Stages:
     def begin(self, batch: int, skip: int = 0) -> None:
         """Forgets what was recorded, and records steps of `batch` requests after the next `skip`."""
         self.batch, self._skip = batch, skip
-        self.steps, self.seconds = 0, 0.0
+        self.steps, self.seconds, self.tokens = 0, 0.0, 0
         self.self_seconds, self.calls = defaultdict(float), Counter()
         self._pending, self._pending_calls = defaultdict(float), Counter()
-        self._step_began = None
+        self._step_began, self._tokens_before = None, 0
 
-    def step(self, requests: int) -> None:
-        """A batch of `requests` decoding requests is about to run; 0: another kind of batch."""
+    def step(self, requests: int, tokens: int) -> None:
+        """Notes that a batch is about to run.
+
+        Args:
+            requests: that decode; 0: another kind of batch.
+            tokens: that all of them have emitted so far.
+        """
         now = time.perf_counter()
         if self._step_began is not None and requests == self.batch:
             if self._skip > 0:
@@ -50,11 +55,13 @@ class Stages:
             else:
                 self.steps += 1
                 self.seconds += now - self._step_began
+                self.tokens += tokens - self._tokens_before
                 for name, seconds in self._pending.items():
                     self.self_seconds[name] += seconds
                 self.calls.update(self._pending_calls)
         self._pending, self._pending_calls = defaultdict(float), Counter()
         self._step_began = now if requests == self.batch and requests else None
+        self._tokens_before = tokens
 
     def timed(self, stage: str, function):
         """`function`, whose self time goes to `stage`."""
@@ -128,7 +135,8 @@ def watch(scheduler, stages: Stages) -> None:
 
     @functools.wraps(run)
     def run_batch(batch, *args, **options):
-        stages.step(len(batch.reqs) if batch.forward_mode.is_decode() else 0)
+        requests = batch.reqs if batch.forward_mode.is_decode() else []
+        stages.step(len(requests), sum(len(request.output_ids) for request in requests))
         return run(batch, *args, **options)
 
     scheduler.run_batch = run_batch
