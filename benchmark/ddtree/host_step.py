@@ -4,14 +4,15 @@ It runs engines (support.engine) with graphs and overlap scheduling, without HTT
 starts together; then one is measured at a time while the others are idle. A first pass times the stages on the host. A
 second pass, under torch's profiler, counts launches and gives the device time of each stage. The profiler slows the host
 down, so no host time is taken from it. With --rounds, every engine of the group is measured once per round, so that
-other work on the host slows all of them alike.
+other work on the host slows all of them alike. The first of several rounds only warms up.
 
     PYTHONPATH=test python -m benchmark.ddtree.host_step --model DIR --drafter DIR
     PYTHONPATH=test python -m benchmark.ddtree.host_step --model DIR --drafter DIR --rounds 10 --no-profile
     PYTHONPATH=test python -m benchmark.ddtree.host_step --shape 8b --contexts 4096 --topic 8b-step
 
 The prompts of a shape are not computed: their KV is random, as the weights are. Those of a shape with recurrent layers
-are computed, because KV alone is not enough to continue them.
+are computed, because KV alone is not enough to continue them. The drafter of a shape knows nothing of the target. With
+--acceptance, traces of another model say what the target accepts (benchmark/serving/acceptance.py).
 """
 
 from __future__ import annotations
@@ -60,28 +61,34 @@ class Batch(NamedTuple):
 
 def decode(engine: Engine, batch: Batch, tokens: int) -> None:
     """Answers a batch with `tokens` tokens per prompt."""
-    engine.generate(
-        batch.prompts, temperature=batch.temperature, max_new_tokens=tokens, ignore_eos=True
-    )
+    engine.generate(batch.prompts, temperature=batch.temperature, max_new_tokens=tokens, ignore_eos=True)
 
 
-def time_stages(engine: Engine, stages: Stages, batch: Batch, tokens: int) -> dict[str, Any]:
-    """Times the stages of the steps in which all prompts are answered at once.
+def time_stages(engine: Engine, stages: Stages, batches: list[Batch], tokens: int) -> dict[str, Any]:
+    """Times the stages of the steps in which all prompts of a batch are answered at once.
 
     Args:
         engine: a watched engine that has the prompts' KV in its cache.
         stages: what `watch` made.
-        batch: of the steps.
+        batches: of the same size, answered one after the other.
         tokens: of an answer.
 
     Returns:
-        Per step: its time, the host's own time and wait, all in microseconds; time and calls by stage.
+        Per step: its time, the host's own time and wait, all in microseconds; time and calls by stage. And the time per
+        output token of each request, in milliseconds.
 
     Raises:
         ValueError: the answers are too short.
     """
-    stages.begin(len(batch.prompts), SKIPPED_STEPS)
-    decode(engine, batch, tokens)
+    size = len(batches[0].prompts)
+    stages.begin(size)
+    tpot_ms: list[float] = []
+    for batch in batches:
+        seconds, known = stages.seconds, set(stages.tokens)
+        stages.skip(SKIPPED_STEPS)
+        decode(engine, batch, tokens)
+        new = stages.tokens.keys() - known
+        tpot_ms += [1e3 * (stages.seconds - seconds) / max(1, stages.tokens[name]) for name in new]
     steps = stages.steps
     if steps == 0:
         raise ValueError(f"--tokens: expected enough for more than {SKIPPED_STEPS} steps, got {tokens}")
@@ -93,7 +100,8 @@ def time_stages(engine: Engine, stages: Stages, batch: Batch, tokens: int) -> di
         step_us=step_us,
         host_busy_us=step_us - waited_us,
         waited_us=waited_us,
-        tokens_per_step=stages.tokens / steps / len(batch.prompts),
+        tokens_per_step=stages.tokens.total() / steps / size,
+        tpot_ms=tpot_ms,
         host_us=host_us,
         calls={stage: count / steps for stage, count in stages.calls.items()},
     )
@@ -215,7 +223,7 @@ class Measurement:
         turn: Any,
         rows: Any,
         case: str,
-        batches: list[dict[str, Batch]],
+        batches: list[dict[str, list[Batch]]],
         options: argparse.Namespace,
     ) -> None:
         """Measures each batch of each round.
@@ -227,15 +235,20 @@ class Measurement:
             turn: lock. One engine is measured at a time.
             rows: queue. It gets a row per round and batch.
             case: of the rows.
-            batches: by name, of each round.
+            batches: of a row, by its name, of each round.
             options: the command's.
         """
         if options.shape:
             randomize(engine)
             if "gdn" not in SHAPES[options.shape]:
-                most = max(batches[0].values(), key=lambda batch: sum(map(len, batch.prompts)))
-                fill_cache(engine, most.prompts)
+                every = [batch for of_row in batches[0].values() for batch in of_row]
+                fill_cache(engine, max(every, key=lambda batch: sum(map(len, batch.prompts))).prompts)
         stages, widths = Stages(), Widths(engine)
+        stand_in = None
+        if options.acceptance:
+            from benchmark.serving.acceptance import StandIn
+
+            stand_in = StandIn(engine, dict(zip(options.temperatures, options.acceptance, strict=True)))
         watch(engine.scheduler, stages)
         for i, of_round in enumerate(batches):
             try:
@@ -245,13 +258,18 @@ class Measurement:
             if i > 0 and stop.is_set():
                 break
             with turn:
-                for name, batch in of_round.items():
-                    decode(engine, batch, 2 * SKIPPED_STEPS)  # fills the radix cache with the prompts
+                for name, of_row in of_round.items():
+                    for batch in of_row:  # fills the radix cache with the prompts
+                        decode(engine, batch, 1 if i > 0 else 2 * SKIPPED_STEPS)
                     widths.take()
+                    if stand_in is not None:
+                        stand_in.begin(of_row[0].temperature, len(of_row[0].prompts))
                     row = dict(case=case, batch=name, round=i)
-                    row |= time_stages(engine, stages, batch, options.tokens) | widths.take()
+                    row |= time_stages(engine, stages, of_row, options.tokens) | widths.take()
+                    if stand_in is not None:
+                        row |= dict(tokens_per_step=stand_in.tokens_per_step(), tpot_ms=[])
                     if not options.no_profile:
-                        row["profile"] = profile(engine, stages, batch)
+                        row["profile"] = profile(engine, stages, of_row[0])
                     rows.put(row)
 
 
@@ -333,27 +351,38 @@ def median_and_interval(values: list[float]) -> tuple[float, float, float]:
 
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row per case and batch: medians over the rounds, each with its interval.
+    """Returns a row per case and batch: medians over the rounds, each with its interval. The first of several is left out.
 
-    `ratio_to_CASE` compares tokens per second with the first case and with DFLASH's, round by round.
+    Ratios compare tokens per second round by round. `ratio_to_best` is to the fastest other case, auto left out;
+    `ratio_to_CASE` to plain decoding and DFLASH. `tpot_ms` has the median and the 99th percentile of all requests.
     """
     found = []
     by_case = {}
+    first = min(1, max(row["round"] for row in rows))
     for row in rows:
-        by_case.setdefault((row["batch"], row["case"]), {})[row["round"]] = row
+        if row["round"] >= first:
+            by_case.setdefault((row["batch"], row["case"]), {})[row["round"]] = row
+    speed = {
+        key: statistics.median(map(tokens_per_second, of_case.values())) for key, of_case in by_case.items()
+    }
     for (batch, case), of_case in by_case.items():
         line = dict(case=case, batch=batch, rounds=len(of_case))
         for field in ("step_us", "host_busy_us", "tokens_per_step"):
             line[field] = statistics.median(row[field] for row in of_case.values())
         line["tokens_per_second"] = median_and_interval([tokens_per_second(row) for row in of_case.values()])
-        for other in sorted(
-            {name for of, name in by_case if of == batch and name.split(":")[0] in ("none", "DFLASH")}
-        ):
-            others = by_case[batch, other]
-            shared = of_case.keys() & others.keys()
-            if other != case and shared:
-                ratios = [tokens_per_second(of_case[i]) / tokens_per_second(others[i]) for i in shared]
-                line[f"ratio_to_{other}"] = median_and_interval(ratios)
+        tpot_ms = sorted(value for row in of_case.values() for value in row.get("tpot_ms", ()))
+        if tpot_ms:
+            line["tpot_ms"] = statistics.median(tpot_ms), tpot_ms[math.ceil(0.99 * len(tpot_ms)) - 1]
+        others = {name: rate for (of, name), rate in speed.items() if of == batch and name != case}
+        fixed = {name: rate for name, rate in others.items() if "auto" not in name}
+        compared = {f"ratio_to_{name}": name for name in others if name.split(":")[0] in ("none", "DFLASH")}
+        if fixed:
+            line["best"] = compared["ratio_to_best"] = max(fixed, key=fixed.__getitem__)
+        for name, other in sorted(compared.items()):
+            rows_of_other = by_case[batch, other]
+            if shared := of_case.keys() & rows_of_other.keys():
+                ratios = [tokens_per_second(of_case[i]) / tokens_per_second(rows_of_other[i]) for i in shared]
+                line[name] = median_and_interval(ratios)
         found.append(line)
     return found
 
@@ -408,31 +437,34 @@ def engine_arguments(
     return arguments
 
 
-def batches_of(options: argparse.Namespace, turn: int) -> dict[str, Batch]:
-    """Returns the batches of a round, by name.
+def batches_of(options: argparse.Namespace, turn: int) -> dict[str, list[Batch]]:
+    """Returns the batches of each row of a round, by the row's name.
 
     A model gets given prompts, other ones each round. A shape gets made-up ones, the same ones each round; the shorter
     ones are prefixes of the longer ones.
     """
     if not options.shape:
         given = json.loads(options.prompts.read_text())
-        prompts = {
-            f"batch {size}": [given[(turn * size + i) % len(given)] for i in range(size)]
-            for size in options.batches
-        }
+        prompts = {}
+        for size in options.batches:
+            count = math.ceil(options.least_prompts / size)
+            taken = [given[(turn * count * size + i) % len(given)] for i in range(count * size)]
+            prompts[f"batch {size}"] = [taken[i : i + size] for i in range(0, len(taken), size)]
     else:
         vocabulary = SHAPES[options.shape]["vocabulary"]
         prompts = {
             f"batch {size}, context {context}": [
-                [3 + (17 * i + 31 * j) % (vocabulary - 3) for j in range(context)] for i in range(size)
+                [[3 + (17 * i + 31 * j) % (vocabulary - 3) for j in range(context)] for i in range(size)]
             ]
             for context in options.contexts
             for size in options.batches
         }
     return {
-        name + (f", T = {temperature:g}" if temperature else ""): Batch(of_batch, temperature)
+        name + (f", T = {temperature:g}" if temperature else ""): [
+            Batch(of_batch, temperature) for of_batch in of_row
+        ]
         for temperature in options.temperatures
-        for name, of_batch in prompts.items()
+        for name, of_row in prompts.items()
     }
 
 
@@ -459,6 +491,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument(
+        "--acceptance", type=Path, nargs="+", help="for --shape: a trace of record_trace.py per temperature"
+    )
+    parser.add_argument(
         "--cases", nargs="+", default=["none", "DFLASH", "DDTREE:12", "DDTREE:32"],
         help="ALGORITHM[:N][:FIELD=VALUE]...; default: %(default)s",
     )  # fmt: skip
@@ -467,6 +502,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=160, help="tokens per answer")
+    parser.add_argument(
+        "--least-prompts",
+        type=int,
+        default=1,
+        help="prompts of a row at least, in batches one after the other",
+    )
     parser.add_argument("--at-once", type=int, default=4, help="engines of a group")
     parser.add_argument("--rounds", type=int, default=1, help="how often each engine of a group is measured")
     parser.add_argument(
@@ -497,7 +538,13 @@ def main() -> None:
         drafted = write_configs(Path(folder.name), **shape)
     batches = [batches_of(options, i) for i in range(options.rounds)]
     most = max(options.batches)
-    prompts = [prompt for of_round in batches for batch in of_round.values() for prompt in batch.prompts]
+    prompts = [
+        prompt
+        for of_round in batches
+        for of_row in of_round.values()
+        for batch in of_row
+        for prompt in batch.prompts
+    ]
     longest = max(map(len, prompts)) + options.tokens + 512
     plain = dict(
         model_path=drafted["model_path"], device=options.device, max_running_requests=most,
