@@ -20,7 +20,7 @@ register_cpu_ci(est_time=5, suite="kernel")
 
 GQA = "gqa_partial_kernel<GqaTraits<__half, false, 128, 16>>"
 MLA_SM90 = "mla_sm90_partial_kernel<MlaSm90Traits<__half, true>>"
-RECURRENT = "recurrent_verify_kernel<VerifyTraits<__nv_bfloat16, 128, 3, true>>"
+RECURRENT = "recurrent_verify_kernel<VerifyTraits<__nv_bfloat16, 128, 3, true, false>>"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_launch_shapes_come_from_the_traits():
     assert kernel_report.shape_of(RECURRENT, shapes)[0] == 128
     assert kernel_report.shape_of(RECURRENT.replace("3", "4"), shapes)[0] == 64  # to fit into sm_120's memory
     assert (
-        kernel_report.shape_of(RECURRENT.replace("true", "false"), shapes)[1]
+        kernel_report.shape_of(RECURRENT.replace("true, ", "false, "), shapes)[1]
         < kernel_report.shape_of(RECURRENT, shapes)[1]
     )
     for (kind, *_), (_, shared) in shapes.items():

@@ -121,7 +121,7 @@ def launch_shapes() -> dict[tuple, tuple[int, int]]:
     """Read what the traits say about each kernel that multiplies matrices.
 
     Returns (kernel, type, fp8, head size, tile height or warpgroups) -> (threads, dynamic shared bytes); for recurrent
-    verify the key is ("recurrent", type of the state, decay per channel, d_k, tiles of nodes).
+    verify the key is ("recurrent" or "recurrent_wide", type of the state, decay per channel, d_k, tiles of nodes).
     """
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/launch_shapes"
@@ -144,9 +144,9 @@ def shape_key(name: str) -> tuple | None:
     if match := re.search(r"(\w+)Traits<(\w+), (true|false)(?:, (\d+), (\d+))?>", name):
         kind, element, fp8, *sizes = match.groups()
         return kinds[kind], element, flag[fp8], *(int(size or 0) for size in sizes)
-    if match := re.search(r"VerifyTraits<(\w+), (\d+), (\d+), (true|false)>", name):
-        state, d_k, tiles, channel = match.groups()
-        return "recurrent", state, flag[channel], int(d_k), int(tiles)
+    if match := re.search(r"VerifyTraits<(\w+), (\d+), (\d+), (true|false), (true|false)>", name):
+        state, d_k, tiles, channel, wide = match.groups()
+        return "recurrent_wide" if flag[wide] else "recurrent", state, flag[channel], int(d_k), int(tiles)
     return None
 
 
