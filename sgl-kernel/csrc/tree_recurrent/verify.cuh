@@ -696,7 +696,10 @@ struct VerifyBlock {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       float v[2][4], u[2][4];
-      if (i > 0 || !Traits::kStateFirst) multiply_state<false>(i, state, of_k);
+      if (i > 0 || !Traits::kStateFirst) {
+        multiply_state<false>(i, state, of_k);
+        if (!Traits::kWide) multiply_state<true>(i, state, of_q);
+      }
       read_v(i, v);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -738,8 +741,10 @@ struct VerifyBlock {
       }
 
       float o[2][4];
-      if (i > 0 || !Traits::kStateFirst) multiply_state<true>(i, state, of_q);
-      if (p.skip.data) read_v(i, v);  // again, so that it takes no registers in between
+      if constexpr (Traits::kWide) {  // only now, for want of registers
+        multiply_state<true>(i, state, of_q);
+        if (p.skip.data) read_v(i, v);
+      }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
