@@ -628,18 +628,20 @@ struct VerifyBlock {
     stmatrix_x4_trans(smem_address(slab(16 * tile + (lane >> 4) * 8 + (lane & 7)) + (lane >> 3 & 1) * 16), raw);
   }
 
-  // k S_0 (kOfQ: q S_0) of a tile of nodes for this warp's columns.
-  template <bool kOfQ>
+  // k S_0, q S_0 or both of a tile of nodes for this warp's columns.
+  template <bool kOfK, bool kOfQ>
   __device__ __forceinline__ void multiply_state(int tile, const StateFragment<typename Traits::State, kDk>& state,
-                                                 float (&d)[2][4]) const {
+                                                 float (&of_k)[2][4], float (&of_q)[2][4]) const {
     constexpr bool kSplit = StateFragment<typename Traits::State, kDk>::kSplit;
     const int g = lane / 4, c = lane & 3;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) d[h][e] = 0.f;
+      for (int e = 0; e < 4; ++e) {
+        if constexpr (kOfK) of_k[h][e] = 0.f;
+        if constexpr (kOfQ) of_q[h][e] = 0.f;
+      }
     }
-    if (!kOfQ && !delta) return;
 #pragma unroll
     for (int i = 0; i < kDk / 32; ++i) {
       uint32_t hi[2][4], lo[2][4];
@@ -652,21 +654,30 @@ struct VerifyBlock {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = 16 * tile + 8 * h + g;
-        const uint4 x = *reinterpret_cast<const uint4*>((kOfQ ? q_row(row) : k_row(row)) + at);
-        mma_m16n8k16<__nv_bfloat16>(d[h], hi[0], x.x, x.y);
-        mma_m16n8k16<__nv_bfloat16>(d[h], hi[1], x.z, x.w);
-        if constexpr (kSplit) {
-          mma_m16n8k16<__nv_bfloat16>(d[h], lo[0], x.x, x.y);
-          mma_m16n8k16<__nv_bfloat16>(d[h], lo[1], x.z, x.w);
-        }
+        uint4 k_low{}, q_low{};
         if constexpr (Traits::kChannel) {
-          // The low parts of k are the low halves of the words, those of q the high ones.
-          const uint4 a = *reinterpret_cast<const uint4*>(decay_row(row) + decay_offset(g, 32 * i + 8 * c));
-          const uint4 b = *reinterpret_cast<const uint4*>(decay_row(row) + decay_offset(g, 32 * i + 8 * c + 4));
-          constexpr uint32_t kHalves = kOfQ ? 0x7632 : 0x5410;
-          mma_m16n8k16<__nv_bfloat16>(d[h], hi[0], __byte_perm(a.x, a.y, kHalves), __byte_perm(a.z, a.w, kHalves));
-          mma_m16n8k16<__nv_bfloat16>(d[h], hi[1], __byte_perm(b.x, b.y, kHalves), __byte_perm(b.z, b.w, kHalves));
+          const uint4 x = *reinterpret_cast<const uint4*>(decay_row(row) + decay_offset(g, 32 * i + 8 * c));
+          const uint4 y = *reinterpret_cast<const uint4*>(decay_row(row) + decay_offset(g, 32 * i + 8 * c + 4));
+          k_low = {__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.z, x.w, 0x5410), __byte_perm(y.x, y.y, 0x5410),
+                   __byte_perm(y.z, y.w, 0x5410)};
+          q_low = {__byte_perm(x.x, x.y, 0x7632), __byte_perm(x.z, x.w, 0x7632), __byte_perm(y.x, y.y, 0x7632),
+                   __byte_perm(y.z, y.w, 0x7632)};
         }
+        const auto accumulate = [&](float (&d)[4], const char* data, const uint4& low) {
+          const uint4 x = *reinterpret_cast<const uint4*>(data + at);
+          mma_m16n8k16<__nv_bfloat16>(d, hi[0], x.x, x.y);
+          mma_m16n8k16<__nv_bfloat16>(d, hi[1], x.z, x.w);
+          if constexpr (kSplit) {
+            mma_m16n8k16<__nv_bfloat16>(d, lo[0], x.x, x.y);
+            mma_m16n8k16<__nv_bfloat16>(d, lo[1], x.z, x.w);
+          }
+          if constexpr (Traits::kChannel) {
+            mma_m16n8k16<__nv_bfloat16>(d, hi[0], low.x, low.y);
+            mma_m16n8k16<__nv_bfloat16>(d, hi[1], low.z, low.w);
+          }
+        };
+        if (kOfK && delta) accumulate(of_k[h], k_row(row), k_low);
+        if constexpr (kOfQ) accumulate(of_q[h], q_row(row), q_low);
       }
     }
   }
@@ -696,10 +707,7 @@ struct VerifyBlock {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       float v[2][4], u[2][4];
-      if (i > 0 || !Traits::kStateFirst) {
-        multiply_state<false>(i, state, of_k);
-        if (!Traits::kWide) multiply_state<true>(i, state, of_q);
-      }
+      if (i > 0 || !Traits::kStateFirst) multiply_state<true, !Traits::kWide>(i, state, of_k, of_q);
       read_v(i, v);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -742,7 +750,7 @@ struct VerifyBlock {
 
       float o[2][4];
       if constexpr (Traits::kWide) {  // only now, for want of registers
-        multiply_state<true>(i, state, of_q);
+        multiply_state<false, true>(i, state, of_k, of_q);
         if (p.skip.data) read_v(i, v);
       }
 #pragma unroll
@@ -819,8 +827,7 @@ __global__ void __maxnreg__(Traits::kRegisters)
   } else {
     if (Traits::kStateFirst && active) {
       state.split();
-      block.template multiply_state<false>(0, state, of_k);
-      block.template multiply_state<true>(0, state, of_q);
+      block.template multiply_state<true, true>(0, state, of_k, of_q);
     }
     block.make_system();
   }
