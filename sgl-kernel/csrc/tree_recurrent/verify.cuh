@@ -736,30 +736,34 @@ struct VerifyBlock {
       bad |= NodeSet(bad_here) << 16 * i;
       split_operand(u, u_hi[Traits::kWide ? 0 : i], u_lo[Traits::kWide ? 0 : i]);
       if (Traits::kWide && i + 1 < kTiles) stash(i, u_hi[0], u_lo[0]);
+      float o[2][4];
+      const auto keep_u = [&](int h, int e) {
+        const int local = 8 * h + 2 * c + (e & 1), n = 16 * i + local;
+        if (n < p.num_nodes) {
+          p.u_kept[((row0 + n) * p.h_v + head) * p.d_v + column + g + 4 * (e & 2)] =
+              bad_here >> local & 1 ? quiet_nan() : u[h][e] * nodes.k_factor[n];
+        }
+      };
+      const auto begin_o = [&](int h, int e) {
+        const int n = 16 * i + 8 * h + 2 * c + (e & 1);
+        o[h][e] = (Traits::kChannel ? 1.f : nodes.decay[n]) * nodes.q_factor[n] * of_q[h][e];
+        if (p.skip.data) o[h][e] += skip * v[h][e];
+      };
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int local = 8 * h + 2 * c + (e & 1), n = 16 * i + local;
-          if (n < p.num_nodes) {
-            p.u_kept[((row0 + n) * p.h_v + head) * p.d_v + column + g + 4 * (e & 2)] =
-                bad_here >> local & 1 ? quiet_nan() : u[h][e] * nodes.k_factor[n];
-          }
+          if constexpr (!Traits::kWide) begin_o(h, e);
+          keep_u(h, e);
         }
       }
-
-      float o[2][4];
       if constexpr (Traits::kWide) {  // only now, for want of registers
         multiply_state<false, true>(i, state, of_k, of_q);
         if (p.skip.data) read_v(i, v);
-      }
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < 2; ++h) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int n = 16 * i + 8 * h + 2 * c + (e & 1);
-          o[h][e] = (Traits::kChannel ? 1.f : nodes.decay[n]) * nodes.q_factor[n] * of_q[h][e];
-          if (p.skip.data) o[h][e] += skip * v[h][e];
+          for (int e = 0; e < 4; ++e) begin_o(h, e);
         }
       }
 #pragma unroll
