@@ -9,7 +9,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 from support.drafters import variants, write_variant
 from support.jobs import greedy
-from support.models import VOCABULARY, write_models_for
+from support.models import VOCABULARY, write_models_for, write_qwen2_target
 from support.processes import run_engine
 from support.prompts import PROMPTS, TOKENS
 
@@ -92,6 +92,11 @@ class TestDrafters(CustomTestCase):
         weights = {f"{name}.weight": torch.randn(self.size) for name in ("embed_tokens", "lm_head")}
         drafter = self.variant(weights=weights, has_embed_tokens=True, has_lm_head=True)
         self.check(self.run_tree(drafter), drafts_differently=False)
+
+    def test_a_target_that_offers_its_hidden_states_to_eagle3_only(self):
+        """The drafter sees the same hidden states, so it drafts the same trees."""
+        target = write_qwen2_target(self.target, self.folder / "qwen2")
+        self.check(self.run_tree(self.drafter, model_path=target), drafts_differently=False)
 
 
 if __name__ == "__main__":

@@ -168,6 +168,30 @@ def write_mla_target(folder: Path, *, seed: int = 3, nope: int = 64, value: int 
     return str(target)
 
 
+def write_qwen2_target(target: str, folder: Path) -> str:
+    """Write the target of write_models() as a Qwen2, whose biases are zero. It computes the same.
+
+    Args:
+        target: folder of that target.
+        folder: folder to create.
+
+    Returns:
+        The new folder.
+    """
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(target, folder)
+    file = folder / "config.json"
+    qwen2 = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2")
+    file.write_text(json.dumps(json.loads(file.read_text()) | qwen2))
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in list(weights.items()):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            weights[name.removesuffix("weight") + "bias"] = torch.zeros(weight.shape[0])
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
 def write_fp8_target(target: str, folder: Path, **scales: float) -> str:
     """Write the target of write_models() as an FP8 checkpoint. Its linear layers keep their type.
 
