@@ -171,8 +171,15 @@ class TestRefused(CheckCase):
     def test_a_target_that_offers_no_hidden_states(self):
         target, drafter = self.pair("Qwen3")
         file = Path(target, "config.json")
-        file.write_text(json.dumps(json.loads(file.read_text()) | dict(architectures=["StableLmForCausalLM"])))
-        self.refused("with set_dflash_layers_to_capture(), got StableLmForCausalLM", target, drafter, *SERVER)
+        file.write_text(
+            json.dumps(json.loads(file.read_text()) | dict(architectures=["StableLmForCausalLM"]))
+        )
+        self.refused(
+            "a model with set_dflash_layers_to_capture(), which gives a drafter its hidden states, got StableLmForCausalLM",
+            target,
+            drafter,
+            *SERVER,
+        )
 
     def test_a_target_that_torch_does_not_prefill(self):
         dummy = ["--speculative-draft-load-format", "dummy"]

@@ -18,6 +18,7 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.models.dflash_speculators import SpeculatorsMixin
 from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_serving, get_spec
 from sglang.srt.speculative.ddtree.budget import Budget, Load, StepCosts, widths_up_to
 from sglang.srt.speculative.ddtree.coverage import verify_layers, widest_window
@@ -129,7 +130,12 @@ class DDTreeWorker(DFlashWorkerV2):
     def _embed_block(self, ids: torch.Tensor) -> torch.Tensor:
         """Embed the draft block: with the drafter's own embedding if it has one, else with the target's."""
         embed = self.draft_model.get_input_embeddings() or self.model_runner.model.get_input_embeddings()
-        return unwrap_lora_layer(embed)(ids) * self._noise_embed_scale
+        embed = unwrap_lora_layer(embed)
+        if isinstance(
+            self.draft_model, SpeculatorsMixin
+        ):  # trained on the embedding's weights, without a scale
+            return embed(ids) / getattr(embed, "embed_scale", 1.0)
+        return embed(ids) * self._noise_embed_scale
 
     # ---- what replaces the base class's setup ----
 
