@@ -27,7 +27,7 @@ from sglang.srt.speculative.ddtree.forward_step import ForwardStep
 from sglang.srt.speculative.ddtree.heads import HeadParts, make_head
 from sglang.srt.speculative.ddtree.kv_pool import KVGroup, commit_kv, describe_pools, kv_groups, refuse_layers
 from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader, PhaseTimer
-from sglang.srt.speculative.ddtree.penalties import OutputPenalties
+from sglang.srt.speculative.ddtree.penalties import Options, OutputPenalties
 from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates, recurrent_gaps
 from sglang.srt.speculative.ddtree.sampling import constrain, target_tokens
 from sglang.srt.speculative.ddtree.seeds import follow_seeds, seeded
@@ -408,22 +408,9 @@ class DDTreeWorker(DFlashWorkerV2):
             )
         output, positions = step.verify()
         self.phases.mark()
-        logits, info = output.next_token_logits, batch.sampling_info
         grammar_mask = self._grammar_mask(batch, grammar_tree, grammar_barrier)
         penalized = self.penalties.options(batch.reqs)
-        if penalized is not None:
-            self.penalties.apply(logits, penalized, info, batch.req_pool_indices, step.drafted(), positions)
-        constrain(logits, info, grammar_mask, num_nodes)
-        target = target_tokens(
-            logits,
-            info,
-            self.model_runner.sampler,
-            positions,
-            sampled=[i for i, req in enumerate(batch.reqs) if req.sampling_params.top_k != 1],
-            keep_logits=batch.return_logprob,
-            out=step.target_out,
-        )
-        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target)
+        target = self._sample(batch, step, output.next_token_logits, positions, grammar_mask, penalized)
         self.phases.mark()
         accepted, new_seq_lens = step.accept(target)
         self.phases.mark()
@@ -451,6 +438,44 @@ class DDTreeWorker(DFlashWorkerV2):
             speculative_output_stride=self.block_size,
             new_seq_lens=new_seq_lens,
         )
+
+    def _sample(
+        self,
+        batch: ScheduleBatch,
+        step: StepGraphs | ForwardStep,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        grammar_mask: GrammarMask | None,
+        penalized: Options | None,
+    ) -> torch.Tensor:
+        """Pick the target's token at each node.
+
+        Args:
+            batch: of bs requests.
+            step: of the batch, after its verify.
+            logits: [bs * N, vocabulary], changed in place.
+            positions: [bs * N] int64, of the nodes.
+            grammar_mask: the tokens that grammars allow; None: all.
+            penalized: the penalties that the requests ask for; None: none.
+
+        Returns:
+            [bs * N] int64.
+        """
+        info = batch.sampling_info
+        if penalized is not None:
+            self.penalties.apply(logits, penalized, info, batch.req_pool_indices, step.drafted(), positions)
+        constrain(logits, info, grammar_mask, step.num_nodes)
+        target = target_tokens(
+            logits,
+            info,
+            self.model_runner.sampler,
+            positions,
+            sampled=[i for i, req in enumerate(batch.reqs) if req.sampling_params.top_k != 1],
+            keep_logits=batch.return_logprob,
+            out=step.target_out,
+        )
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target)
+        return target
 
     def _choose_width(self, batch: ScheduleBatch) -> int:
         """Return N of the step."""
