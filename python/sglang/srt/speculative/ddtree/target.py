@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +36,19 @@ def offer_capture(model: Any) -> None:
     for name in OTHER_CAPTURES:
         if hasattr(model, name) and not hasattr(model, CAPTURE):
             setattr(model, CAPTURE, getattr(model, name))
+
+
+def input_embedding(model: Any) -> Any:
+    """Return a target's input embedding, a module.
+
+    In MiniMax-M2, the method that gives it elsewhere embeds ids.
+
+    Args:
+        model: the target.
+    """
+    if inspect.signature(model.get_input_embeddings).parameters:
+        return model.model.embed_tokens
+    return model.get_input_embeddings()
 
 
 class KVLayers(NamedTuple):

@@ -34,7 +34,7 @@ from sglang.srt.speculative.ddtree.seeds import follow_seeds, seeded
 from sglang.srt.speculative.ddtree.server_args import AUTO_BUDGET
 from sglang.srt.speculative.ddtree.step_costs import step_costs
 from sglang.srt.speculative.ddtree.step_graphs import StepGraphs
-from sglang.srt.speculative.ddtree.target import offer_capture
+from sglang.srt.speculative.ddtree.target import input_embedding, offer_capture
 from sglang.srt.speculative.ddtree.trace import Trace
 from sglang.srt.speculative.ddtree.tree_builder import TreeBuilder
 from sglang.srt.speculative.ddtree.weights import refuse_updates
@@ -129,7 +129,7 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _embed_block(self, ids: torch.Tensor) -> torch.Tensor:
         """Embed the draft block: with the drafter's own embedding if it has one, else with the target's."""
-        embed = self.draft_model.get_input_embeddings() or self.model_runner.model.get_input_embeddings()
+        embed = self.draft_model.get_input_embeddings() or input_embedding(self.model_runner.model)
         embed = unwrap_lora_layer(embed)
         if isinstance(
             self.draft_model, SpeculatorsMixin
@@ -249,7 +249,7 @@ class DDTreeWorker(DFlashWorkerV2):
         parts = HeadParts(
             drafter=self.draft_model,
             lm_head=lm_head,
-            embed=unwrap_lora_layer(self.model_runner.model.get_input_embeddings()),
+            embed=unwrap_lora_layer(input_embedding(self.model_runner.model)),
             num_candidates=self.num_candidates,
             max_requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
         )
