@@ -263,9 +263,7 @@ class TestSpeculators(DrafterCase):
         self.assertEqual(config.dflash_config["conv_group_size"], 16)
 
     def test_windows_are_causal_unless_the_drafter_says_otherwise(self):
-        windows = self.layers(
-            layer_types=["sliding_attention"] * 3, sliding_window=8, use_sliding_window=True
-        )
+        windows = self.layers(layer_types=["sliding_attention"] * 3, sliding_window=8)
         for changes, kind in (
             (windows, AttentionType.DECODER),
             (windows | dict(sliding_window_non_causal=True), AttentionType.ENCODER_ONLY),

@@ -28,7 +28,7 @@ KEPT = (
     "projector_type",
     "target_hidden_size",
 )
-FULL_ROPE, WINDOW_ROPE = "full_attention", "sliding_attention"
+WINDOW = "sliding_attention"  # a kind of layer
 
 
 def is_speculators(config: dict[str, Any]) -> bool:
@@ -52,8 +52,10 @@ def translated(config: dict[str, Any]) -> dict[str, Any]:
     layers, kind = dict(config["transformer_layer_config"]), config[LAYOUT]
     layers.pop("model_type", None)  # whatever the target is, the layers are Qwen3's
     rope = layers.get("rope_parameters") or {}
-    if WINDOW_ROPE in rope:  # one per kind of layer, of which the library uses this one
-        layers["rope_parameters"] = rope[WINDOW_ROPE]
+    if WINDOW in rope:  # one per kind of layer, of which the library uses this one
+        layers["rope_parameters"] = rope[WINDOW]
+    if WINDOW in (layers.get("layer_types") or ()):
+        layers["use_sliding_window"] = True  # without it, Qwen3Config forgets the window
     if dtype := config.get("dtype") or config.get("torch_dtype"):
         layers["dtype"] = dtype
     kept = {key: config[key] for key in KEPT if key in config}
@@ -74,7 +76,7 @@ def speculators_faults(config: PretrainedConfig) -> Iterator[str]:
         config: of the drafter.
 
     Yields:
-        For each key: its name, what was expected and what came.
+        For each key: its name, what was expected and what was given.
     """
     if getattr(config, "sample_from_anchor", None):
         yield (
