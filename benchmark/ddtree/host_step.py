@@ -259,8 +259,8 @@ class Measurement:
                 break
             with turn:
                 for name, of_row in of_round.items():
-                    for batch in of_row:  # fills the radix cache with the prompts
-                        decode(engine, batch, 1 if i > 0 else 2 * SKIPPED_STEPS)
+                    for batch in of_row if i == 0 else ():  # fills the radix cache with the prompts
+                        decode(engine, batch, 2 * SKIPPED_STEPS)
                     widths.take()
                     if stand_in is not None:
                         stand_in.begin(of_row[0].temperature, len(of_row[0].prompts))
