@@ -107,6 +107,19 @@ def time_stages(engine: Engine, stages: Stages, batches: list[Batch], tokens: in
     )
 
 
+class OneWidth(NamedTuple):
+    """A budget that always chooses the same width."""
+
+    width: int
+    calibration_error: float = 0.0
+
+    def choose(self, load: Any) -> int:
+        return self.width
+
+    def observe(self, step: Any) -> None:
+        pass
+
+
 class Widths:
     """Records the widths that --speculative-ddtree-budget auto chooses, and what it expects of them.
 
@@ -116,10 +129,19 @@ class Widths:
 
     def __init__(self, engine: Engine) -> None:
         self._counts: Counter[int] = Counter()
-        control = getattr(engine.scheduler.draft_worker, "control", None)
+        self._control = control = getattr(engine.scheduler.draft_worker, "control", None)
         if control is not None:
             self._budget, self._most = control.budget, None
             self._choose, control.choose = control.choose, self._count
+
+    def can_be(self, width: int) -> bool:
+        """Returns whether the engine can run steps of this width by order."""
+        return self._control is not None and width in self._budget.widths
+
+    def fix(self, width: int | None) -> None:
+        """Orders a width for the next steps, of which the budget learns nothing. None: the budget chooses again."""
+        if self._control is not None:
+            self._control.budget = self._budget if width is None else OneWidth(width)
 
     def _count(self, load: Any) -> int:
         width = self._choose(load)
@@ -261,16 +283,20 @@ class Measurement:
                 for name, of_row in of_round.items():
                     for batch in of_row if i == 0 else ():  # fills the radix cache with the prompts
                         decode(engine, batch, 2 * SKIPPED_STEPS)
-                    widths.take()
-                    if stand_in is not None:
-                        stand_in.begin(of_row[0].temperature, len(of_row[0].prompts))
-                    row = dict(case=case, batch=name, round=i)
-                    row |= time_stages(engine, stages, of_row, options.tokens) | widths.take()
-                    if stand_in is not None:
-                        row |= dict(tokens_per_step=stand_in.tokens_per_step(), tpot_ms=[])
-                    if not options.no_profile:
-                        row["profile"] = profile(engine, stages, of_row[0])
-                    rows.put(row)
+                    for width in (None, *filter(widths.can_be, options.also)):
+                        widths.fix(width)
+                        widths.take()
+                        if stand_in is not None:
+                            stand_in.begin(of_row[0].temperature, len(of_row[0].prompts))
+                        named = case if width is None else f"{case.split(':')[0]}, graphs of auto:{width}"
+                        row = dict(case=named, batch=name, round=i)
+                        row |= time_stages(engine, stages, of_row, options.tokens) | widths.take()
+                        if stand_in is not None:
+                            row |= dict(tokens_per_step=stand_in.tokens_per_step(), tpot_ms=[])
+                        if not options.no_profile:
+                            row["profile"] = profile(engine, stages, of_row[0])
+                        rows.put(row)
+                    widths.fix(None)
 
 
 class LastRound:
@@ -298,7 +324,8 @@ def keep(rows: Any, result: dict[str, Any], output: Path, options: argparse.Name
         output: file.
         options: the command's.
     """
-    of_round = len(options.cases) * len(options.batches) * len(options.contexts) * len(options.temperatures)
+    cases = len(options.cases) + len(options.also) * sum("=auto" in case for case in options.cases)
+    of_round = cases * len(options.batches) * len(options.contexts) * len(options.temperatures)
     for row in iter(rows.get, None):
         result["results"].append(row)
         result["summary"] = summarize(result["results"])
@@ -374,7 +401,7 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if tpot_ms:
             line["tpot_ms"] = statistics.median(tpot_ms), tpot_ms[math.ceil(0.99 * len(tpot_ms)) - 1]
         others = {name: rate for (of, name), rate in speed.items() if of == batch and name != case}
-        fixed = {name: rate for name, rate in others.items() if "auto" not in name}
+        fixed = {name: rate for name, rate in others.items() if "=auto" not in name}
         compared = {f"ratio_to_{name}": name for name in others if name.split(":")[0] in ("none", "DFLASH")}
         if fixed:
             line["best"] = compared["ratio_to_best"] = max(fixed, key=fixed.__getitem__)
@@ -490,6 +517,10 @@ def parse() -> argparse.Namespace:
         "--contexts", type=int, nargs="+", default=[4096], help="tokens per prompt, for --shape"
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument(
+        "--also", type=int, nargs="+", default=[],
+        help="widths that an engine with speculative_ddtree_budget=auto also runs by order",
+    )  # fmt: skip
     parser.add_argument(
         "--acceptance", type=Path, nargs="+", help="for --shape: a trace of record_trace.py per temperature"
     )
