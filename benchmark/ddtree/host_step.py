@@ -43,6 +43,7 @@ from benchmark.ddtree.stages import WAIT, Stages, read_trace, watch
 
 FOLDER = Path(__file__).parent
 SKIPPED_STEPS = 8  # they compile what is compiled at the first use
+LATER_SKIPPED_STEPS = 3  # of the rounds after the first
 PROFILED_STEPS = 24
 START_SECONDS = 300
 
@@ -64,7 +65,9 @@ def decode(engine: Engine, batch: Batch, tokens: int) -> None:
     engine.generate(batch.prompts, temperature=batch.temperature, max_new_tokens=tokens, ignore_eos=True)
 
 
-def time_stages(engine: Engine, stages: Stages, batches: list[Batch], tokens: int) -> dict[str, Any]:
+def time_stages(
+    engine: Engine, stages: Stages, batches: list[Batch], tokens: int, skipped: int = SKIPPED_STEPS
+) -> dict[str, Any]:
     """Times the stages of the steps in which all prompts of a batch are answered at once.
 
     Args:
@@ -72,6 +75,7 @@ def time_stages(engine: Engine, stages: Stages, batches: list[Batch], tokens: in
         stages: what `watch` made.
         batches: of the same size, answered one after the other.
         tokens: of an answer.
+        skipped: first steps of each batch that are left out.
 
     Returns:
         Per step: its time, the host's own time and wait, all in microseconds; time and calls by stage. And the time per
@@ -85,13 +89,13 @@ def time_stages(engine: Engine, stages: Stages, batches: list[Batch], tokens: in
     tpot_ms: list[float] = []
     for batch in batches:
         seconds, known = stages.seconds, set(stages.tokens)
-        stages.skip(SKIPPED_STEPS)
+        stages.skip(skipped)
         decode(engine, batch, tokens)
         new = stages.tokens.keys() - known
         tpot_ms += [1e3 * (stages.seconds - seconds) / max(1, stages.tokens[name]) for name in new]
     steps = stages.steps
     if steps == 0:
-        raise ValueError(f"--tokens: expected enough for more than {SKIPPED_STEPS} steps, got {tokens}")
+        raise ValueError(f"--tokens: expected enough for more than {skipped} steps, got {tokens}")
     host_us = {stage: 1e6 * seconds / steps for stage, seconds in stages.self_seconds.items()}
     waited_us = host_us.pop(WAIT, 0.0)
     step_us = 1e6 * stages.seconds / steps
@@ -101,7 +105,7 @@ def time_stages(engine: Engine, stages: Stages, batches: list[Batch], tokens: in
         host_busy_us=step_us - waited_us,
         waited_us=waited_us,
         tokens_per_step=stages.tokens.total() / steps / size,
-        tpot_ms=tpot_ms,
+        tpot_ms=[round(value, 4) for value in tpot_ms],
         host_us=host_us,
         calls={stage: count / steps for stage, count in stages.calls.items()},
     )
@@ -290,11 +294,19 @@ class Measurement:
                             stand_in.begin(of_row[0].temperature, len(of_row[0].prompts))
                         named = case if width is None else f"{case.split(':')[0]}, graphs of auto:{width}"
                         row = dict(case=named, batch=name, round=i)
-                        row |= time_stages(engine, stages, of_row, options.tokens) | widths.take()
+                        skipped = SKIPPED_STEPS if i == 0 else LATER_SKIPPED_STEPS
+                        try:
+                            row |= time_stages(engine, stages, of_row, options.tokens, skipped)
+                        except ValueError as error:  # one row less is no reason to lose the others
+                            print(f"{named}, {name}, round {i}: {error}", file=sys.stderr, flush=True)
+                            continue
+                        row |= widths.take()
                         if stand_in is not None:
                             row |= dict(tokens_per_step=stand_in.tokens_per_step(), tpot_ms=[])
                         if not options.no_profile:
                             row["profile"] = profile(engine, stages, of_row[0])
+                        if options.rounds > 1:
+                            del row["host_us"], row["calls"]  # they would make a large file
                         rows.put(row)
                     widths.fix(None)
 
