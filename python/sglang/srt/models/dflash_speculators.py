@@ -14,10 +14,8 @@ from sglang.srt.runtime_context import get_spec
 from torch import nn
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-HEAD, MASK = (
-    "lm_head.weight",
-    "t2d",
-)  # the drafter's own LM head, and which of the target's tokens its rows are
+HEAD = "lm_head.weight"  # the drafter's own LM head
+MASK = "t2d"  # which of the target's tokens the rows of that head are
 
 
 class DraftHead(nn.Module):
@@ -68,10 +66,9 @@ class SpeculatorsMixin:
                 "the drafter: expected the layout of DFlash's authors, got that of the Speculators library, which only "
                 "--speculative-algorithm DDTREE reads."
             )
-        super().__init__(config, quant_config, prefix)
-        size = getattr(config, "draft_vocab_size", None)
-        own = size not in (None, config.vocab_size)
-        self.draft_head = DraftHead(size, config.hidden_size) if own else None
+        super().__init__(config, quant_config, prefix)  # type: ignore[call-arg]  # the model's constructor
+        size = getattr(config, "draft_vocab_size", None) or config.vocab_size
+        self.draft_head = DraftHead(size, config.hidden_size) if size != config.vocab_size else None
 
     def load_weights(self, weights: Weights) -> None:
         own: dict[str, torch.Tensor] = {}
