@@ -3,9 +3,10 @@
 
 Columns: registers per thread, local-memory instructions (LDL + STL, from spills and indexed arrays), shared memory per
 block, tensor-core instructions, threads per block, and theoretical occupancy with its limit. The exit status is 1 if
-- a hot kernel (attention, combine or recurrent) has more local-memory instructions than KNOWN_LOCAL_MEMORY allows,
-- a kernel that multiplies matrices (attention or recurrent verify) has no tensor-core instruction or is missing for an
-  architecture, or
+- a hot kernel (attention, combine, recurrent or index logits) has more local-memory instructions than
+  KNOWN_LOCAL_MEMORY allows,
+- a kernel that multiplies matrices (attention, recurrent verify or index logits) has no tensor-core instruction or is
+  missing for an architecture, or
 - a block needs more shared memory than sm_120 has, or than sm_90 has for a kernel built only for sm_90a.
 
     python tools/kernel_report.py python/sgl_kernel/ddtree/_ddtree_cuda.so [--output report.md]
@@ -38,7 +39,7 @@ MAX_SHARED, MAX_SHARED_SM90A = (
 # Allowed LDL + STL of a hot kernel by (kernel without its element type, architecture), for example
 # ("gqa fp8 256 64", "sm_120"): 6. Kernels that are not listed may have none. Entries may only shrink.
 KNOWN_LOCAL_MEMORY: dict[tuple[str, str], int] = {}
-MATRIX = re.compile(r"((gqa|mla)_(sm90_)?partial|recurrent_verify)_kernel")
+MATRIX = re.compile(r"((gqa|mla)_(sm90_)?partial|recurrent_verify|index_logits)_kernel")
 HOT = re.compile(MATRIX.pattern + r"|(combine|recurrent_commit|conv_verify|conv_commit)_kernel")
 TENSOR_CORE = re.compile(r"\b[HQIDO]G?MMA\b|\bUTC[A-Z]*MMA\b")
 LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
@@ -121,7 +122,8 @@ def launch_shapes() -> dict[tuple, tuple[int, int]]:
     """Read what the traits say about each kernel that multiplies matrices.
 
     Returns (kernel, type, fp8, head size, tile height or warpgroups) -> (threads, dynamic shared bytes); for recurrent
-    verify the key is ("recurrent", type of the state, decay per channel, d_k, tiles of nodes).
+    verify the key is ("recurrent", type of the state, decay per channel, d_k, tiles of nodes), for the index logits
+    ("index", type, 0, head size, keys per tile).
     """
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/launch_shapes"
@@ -147,6 +149,8 @@ def shape_key(name: str) -> tuple | None:
     if match := re.search(r"VerifyTraits<(\w+), (\d+), (\d+), (true|false)>", name):
         state, d_k, tiles, channel = match.groups()
         return "recurrent", state, flag[channel], int(d_k), int(tiles)
+    if name == "index_logits_kernel":
+        return "index", "__nv_bfloat16", 0, 128, 32
     return None
 
 

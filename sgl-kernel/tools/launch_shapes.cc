@@ -1,8 +1,9 @@
 // Prints what the traits of kernels define but machine code does not show: for each instantiation of a partial or a
-// recurrent verify kernel its template arguments, threads per block and dynamic shared memory. kernel_report.py
-// compiles and runs it.
+// recurrent verify kernel its template arguments, threads per block and dynamic shared memory. The index logits have
+// one kernel, which is printed with its largest shared memory. kernel_report.py compiles and runs it.
 #include <cstdio>
 
+#include "index_logits/traits.h"
 #include "tree_recurrent/traits.h"
 #include "tree_verify/traits.h"
 
@@ -72,4 +73,6 @@ int main() {
   print_all<__nv_bfloat16, true>("__nv_bfloat16");
   print_recurrent_all<float>("float");
   print_recurrent_all<__nv_bfloat16>("__nv_bfloat16");
+  std::printf("index __nv_bfloat16 0 %d %d %d %d\n", kIndexHeadDim, kIndexTileKeys, kIndexThreads,
+              kMaxIndexSharedBytes);
 }

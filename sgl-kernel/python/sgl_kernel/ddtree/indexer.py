@@ -1,0 +1,54 @@
+"""Index logits over bfloat16 keys: the scores by which DeepSeek's sparse attention selects what it attends to."""
+
+import torch
+
+_ops = torch.ops.sgl_kernel
+
+
+def index_logits(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Score every key of each request against the request's R query rows.
+
+        out[r * R + i, t] = sum over heads h of weights[r * R + i, h] * max(q[r * R + i, h] . key t of request r, 0)
+
+    Lengths and pages are read on the device and nothing is allocated, so one captured call serves every replay of the
+    same shape. The R rows of a request share each read of a key. A row's logits are the same bits whatever the rest of
+    the batch is.
+
+    Args:
+        q: [bs * R, H, 128] bfloat16, the index queries after rotation: R of 1 to 4 rows per request, the rows of a
+            request in sequence. H is a multiple of 8, at most 64. Strides are multiples of 16 bytes, the last one is 1.
+        keys: [pages, page_size, 128] bfloat16, the index keys of one layer. A page is contiguous and holds a multiple
+            of 32 keys. The stride between pages is a multiple of 16 bytes.
+        weights: [bs * R, H] float32, with every scale of the model folded in. They may be negative. The last stride is
+            1, and the stride between rows a multiple of 8 bytes.
+        seq_lens: [bs * R] int32, the keys that each row sees, from 0 to the smaller of max_len and
+            pages_per_request * page_size. On CUDA a longer length counts as that limit, a negative one as 0.
+        page_table: [bs, pages_per_request] int32, the pages of each request. Entries past the request's longest row
+            are not read. The last stride is 1. A table with one line per row is passed as page_table[::R].
+        out: [bs * R, max_len] float32 to write into. The last stride is 1. Entries from the row's length on are left as
+            they are, as in DeepGEMM's logits that are not cleaned: whoever selects from them needs the lengths.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: an argument has a wrong dtype, device, shape or stride, or (CPU) a wrong length or page. The message
+            names the argument, what was expected and what was given.
+
+    Source: the lightning indexer of DeepSeek-V3.2 and V4 (DeepSeek-V3.2 report, arXiv 2512.02556, section 2.1).
+    """
+    _ops.ddtree_index_logits(q, keys, weights, seq_lens, page_table, out)
+    return out
+
+
+# The op checks shapes itself (csrc/index_logits/api.cc). There is nothing to compute for fake or meta tensors.
+@torch.library.register_fake("sgl_kernel::ddtree_index_logits")
+def _(*args: object) -> None:
+    return None
