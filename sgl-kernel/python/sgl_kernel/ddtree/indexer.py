@@ -42,7 +42,7 @@ def index_logits(
         ValueError: an argument has a wrong dtype, device, shape or stride, or (CPU) a wrong length or page. The message
             names the argument, what was expected and what was given.
 
-    Source: the lightning indexer of DeepSeek-V3.2 and V4 (DeepSeek-V3.2 report, arXiv 2512.02556, section 2.1).
+    Source: the lightning indexer of DeepSeek-V3.2 and V4 (DeepSeek-V3.2 report, arXiv 2512.02556, section 2).
     """
     _ops.ddtree_index_logits(q, keys, weights, seq_lens, page_table, out)
     return out
