@@ -119,33 +119,32 @@ def main() -> None:
     torch.manual_seed(0)
 
     copied = copy_rate()
+    record = dict(
+        gpu=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        commit=args.commit,
+        date=date.today().isoformat(),
+        command="python benchmark/index_logits/bench_index_logits.py",
+        launches_per_graph=LAUNCHES,
+        copy_bytes_per_second=copied,
+        results=[],
+    )
     print(f"copy: {copied / 1e12:.2f} TB/s")
     print("|bs|keys|rows|us|TB/s|of the copy|TFLOPS|fp8 us|fp8 TB/s|\n" + "|-" * 9 + "|")
-    results = []
     for bs in args.batches:
         for length in args.lengths:
             for rows in args.rows:
                 r = bench(bs, length, rows, not args.no_fp8)
-                results.append(r)
+                record["results"].append(r)
+                if args.output:
+                    args.output.parent.mkdir(parents=True, exist_ok=True)
+                    args.output.write_text(json.dumps(record, indent=1) + "\n")
                 fp8 = f"{r['fp8_us']:.1f}|{r['fp8_rate'] / 1e12:.2f}" if "fp8_us" in r else "|"
                 print(
                     f"|{bs}|{length}|{rows}|{r['us']:.1f}|{r['rate'] / 1e12:.2f}|{r['rate'] / copied:.2f}|"
                     f"{r['tflops']:.0f}|{fp8}|",
                     flush=True,
                 )
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        record = dict(
-            gpu=torch.cuda.get_device_name(),
-            torch=torch.__version__,
-            commit=args.commit,
-            date=date.today().isoformat(),
-            command="python benchmark/index_logits/bench_index_logits.py",
-            launches_per_graph=LAUNCHES,
-            copy_bytes_per_second=copied,
-            results=results,
-        )
-        args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
