@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "index_logits/api.h"
+#include "indexer/api.h"
 #include "tree/api.h"
 #include "tree_recurrent/api.h"
 #include "tree_verify/api.h"
@@ -55,7 +55,10 @@
      "(Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor prefix_lens, Tensor tree_slots, "             \
      "Tensor ancestors, int num_nodes, int num_slots) -> ()")                                                      \
   OP(index_logits,                                                                                                 \
-     "(Tensor q, Tensor keys, Tensor weights, Tensor seq_lens, Tensor page_table, Tensor(a!) out) -> ()")
+     "(Tensor q, Tensor keys, Tensor weights, Tensor seq_lens, Tensor page_table, Tensor(a!) out) -> ()")           \
+  OP(store_index_keys,                                                                                             \
+     "(Tensor kv, Tensor plan, Tensor norm_weight, float norm_eps, Tensor freqs, Tensor out_loc, "                 \
+     "Tensor(a!) keys, bool decode) -> ()")
 // clang-format on
 
 #ifdef DDTREE_CUDA_KEYS

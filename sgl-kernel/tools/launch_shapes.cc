@@ -3,7 +3,7 @@
 // one kernel, which is printed with its largest shared memory. kernel_report.py compiles and runs it.
 #include <cstdio>
 
-#include "index_logits/traits.h"
+#include "indexer/traits.h"
 #include "tree_recurrent/traits.h"
 #include "tree_verify/traits.h"
 

@@ -3,7 +3,7 @@
 
 #include "common/draft_tree.h"
 #include "common/shared_memory.h"
-#include "index_logits/params.h"
+#include "indexer/params.h"
 
 namespace ddtree {
 

@@ -1,4 +1,4 @@
-#include "index_logits/reference.h"
+#include "indexer/reference.h"
 
 #include <algorithm>
 #include <cmath>
@@ -24,6 +24,22 @@ double logit(const IndexLogitsParams& p, int64_t row, int64_t t) {
     sum += std::fmax(product, 0.0) * p.weights[row * p.weight_stride + h];
   }
   return sum;
+}
+
+void store_key(const StoreIndexKeysParams& p, int64_t row) {
+  const float* kv = p.kv + row * p.kv_stride;
+  const float* freqs = p.freqs + p.position(p.plan[row].seq_len) * p.freq_stride;
+  double squares = 0;
+  for (int d = 0; d < kIndexHeadDim; ++d) squares += double(kv[d]) * kv[d];
+  const double norm = 1 / std::sqrt(squares / kIndexHeadDim + p.eps);
+  auto* key = static_cast<BFloat16*>(p.keys) + p.key_offset(p.out_loc[p.token(row)]);
+  const int first = kIndexHeadDim - kIndexRopeDim;
+  for (int d = 0; d < kIndexHeadDim; d += 2) {
+    const double real = kv[d] * norm * p.norm_weight[d], imaginary = kv[d + 1] * norm * p.norm_weight[d + 1];
+    const double c = d < first ? 1 : freqs[d - first], s = d < first ? 0 : freqs[d - first + 1];
+    key[d] = BFloat16::round(static_cast<float>(real * c - imaginary * s));
+    key[d + 1] = BFloat16::round(static_cast<float>(real * s + imaginary * c));
+  }
 }
 
 }  // namespace
@@ -54,6 +70,36 @@ void reference_run(const IndexLogitsParams& p, int64_t begin, int64_t end) {
     const int64_t row = item / items_per_row(p), first = item % items_per_row(p) * kItemKeys;
     const int64_t last = std::min<int64_t>(first + kItemKeys, p.seq_lens[row]);
     for (int64_t t = first; t < last; ++t) p.out[row * p.out_stride + t] = static_cast<float>(logit(p, row, t));
+  }
+}
+
+std::string check_values(const StoreIndexKeysParams& p) {
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const int32_t seq_len = p.plan[row].seq_len;
+    if (!p.is_key(seq_len)) continue;
+    const int64_t token = p.token(row), position = p.position(seq_len);
+    const std::string at = " at row " + std::to_string(row);
+    if (position >= p.num_positions) {
+      return "plan: expected positions of 0 to " + std::to_string(p.num_positions - 1) + " (freqs has no more), got " +
+             std::to_string(position) + at;
+    }
+    if (token >= p.num_tokens) {
+      return "plan: expected tokens of 0 to " + std::to_string(p.num_tokens - 1) + " (out_loc has no more), got " +
+             std::to_string(token) + at;
+    }
+    if (!p.has_slot(p.out_loc[token])) {
+      return "out_loc: expected slots of 0 to " + std::to_string(p.num_pages * p.page_size - 1) + ", got " +
+             std::to_string(p.out_loc[token]) + " at token " + std::to_string(token);
+    }
+  }
+  return "";
+}
+
+int64_t reference_num_items(const StoreIndexKeysParams& p) { return p.rows; }
+
+void reference_run(const StoreIndexKeysParams& p, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    if (p.is_key(p.plan[row].seq_len)) store_key(p, row);
   }
 }
 

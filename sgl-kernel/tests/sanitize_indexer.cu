@@ -5,8 +5,8 @@
 
 #include "common/float_types.h"
 #include "device_array.h"
-#include "index_logits/launch.h"
-#include "index_logits/reference.h"
+#include "indexer/launch.h"
+#include "indexer/reference.h"
 
 using namespace ddtree;
 

@@ -124,7 +124,7 @@ def main() -> None:
         torch=torch.__version__,
         commit=args.commit,
         date=date.today().isoformat(),
-        command="python benchmark/index_logits/bench_index_logits.py",
+        command="python benchmark/indexer/bench_index_logits.py",
         launches_per_graph=LAUNCHES,
         copy_bytes_per_second=copied,
         results=[],

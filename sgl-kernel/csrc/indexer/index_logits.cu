@@ -6,8 +6,8 @@
 // The order of the 128 dimensions within a product is free as long as both operands agree. A lane therefore loads 16
 // bytes, dimensions 32 c + 8 (lane % 4) to + 7, and feeds them to two consecutive steps of 16 dimensions.
 #include "common/mma_sm80.cuh"
-#include "index_logits/launch.h"
-#include "index_logits/traits.h"
+#include "indexer/launch.h"
+#include "indexer/traits.h"
 
 namespace ddtree {
 namespace {
