@@ -1,4 +1,4 @@
-// Runs the index-logits kernel against the CPU reference, without torch, for compute-sanitizer (sanitize.sh) and as a
+// Runs the indexer's kernels against the CPU references, without torch, for compute-sanitizer (sanitize.sh) and as a
 // first test on a new card. Prints the cases that differ and exits with their number.
 #include <cmath>
 #include <random>
@@ -15,7 +15,7 @@ namespace {
 std::mt19937 rng(0);
 
 // Requests of `rows` rows with lengths up to `longest`. Returns whether all logits agree and nothing else was written.
-bool run(int bs, int rows, int heads, int page_size, int longest) {
+bool logits(int bs, int rows, int heads, int page_size, int longest) {
   const int pages_per_request = longest / page_size + 1, num_pages = bs * pages_per_request;
   const int max_len = pages_per_request * page_size, total_rows = bs * rows;
   std::normal_distribution<float> normal;
@@ -69,19 +69,81 @@ bool run(int bs, int rows, int heads, int page_size, int longest) {
   return true;
 }
 
+// A plan of `rows` rows, of which some have no key. Returns whether the keys agree up to their last bit and the rest of
+// the pool is untouched.
+bool store(int rows, bool decode) {
+  const int page_size = 64, num_pages = rows / page_size + 1, num_positions = 1000;
+  std::normal_distribution<float> normal;
+  std::vector<IndexPlanRow> plan(rows);
+  for (int i = 0; i < rows; ++i) {
+    plan[i].seq_len = i % 7 == 3 ? -1 : int32_t(rng() % num_positions);
+    plan[i].token = static_cast<uint16_t>(decode ? 0xffff : rows - 1 - i);
+  }
+  std::vector<int64_t> slots(rows);
+  for (int i = 0; i < rows; ++i) slots[i] = i;
+  std::shuffle(slots.begin(), slots.end(), rng);
+  Array<IndexPlanRow> plans(plan);
+  Array<int64_t> out_loc(slots);
+  Array<float> kv(filled<float>(size_t(rows) * kIndexHeadDim, [&] { return normal(rng); }));
+  Array<float> weight(filled<float>(kIndexHeadDim, [&] { return normal(rng); }));
+  Array<float> freqs(filled<float>(size_t(num_positions) * kIndexRopeDim, [&] { return normal(rng); }));
+  Array<uint16_t> keys(std::vector<uint16_t>(size_t(num_pages) * page_size * kIndexHeadDim, 0x7fc1));  // a NaN
+
+  for (const bool d : {false, true}) {
+    StoreIndexKeysParams p{};
+    p.kv = kv.at(d);
+    p.plan = plans.at(d);
+    p.norm_weight = weight.at(d);
+    p.freqs = freqs.at(d);
+    p.out_loc = out_loc.at(d);
+    p.keys = keys.at(d);
+    p.kv_stride = kIndexHeadDim;
+    p.freq_stride = kIndexRopeDim;
+    p.key_stride_page = int64_t{page_size} * kIndexHeadDim;
+    p.rows = rows;
+    p.num_positions = num_positions;
+    p.num_tokens = rows;
+    p.num_pages = num_pages;
+    p.eps = 1e-6f;
+    p.page_size = page_size;
+    p.decode = decode;
+    if (d) {
+      check(launch(p, nullptr));
+      check(cudaDeviceSynchronize());
+    } else {
+      reference_run(p, 0, reference_num_items(p));
+    }
+  }
+  std::vector<uint16_t> got(keys.host.size());
+  check(cudaMemcpy(got.data(), keys.device, keys.bytes(), cudaMemcpyDeviceToHost));
+  for (size_t i = 0; i < got.size(); ++i) {
+    const float a = BFloat16{got[i]}, b = BFloat16{keys.host[i]};
+    if (got[i] != keys.host[i] && !(std::fabs(a - b) <= std::fabs(b) / 128 + 1e-5f)) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 int main() {
   int cases = 0, failed = 0;
+  for (const int rows : {0, 1, 9, 300}) {
+    for (const bool decode : {true, false}) {
+      ++cases;
+      if (store(rows, decode)) continue;
+      ++failed;
+      std::printf("FAIL store %d rows, decode %d\n", rows, decode);
+    }
+  }
   for (const int bs : {1, 3, 40}) {
     for (int rows = 1; rows <= kMaxIndexRows; ++rows) {
       for (const int heads : {8, 64}) {
         for (const int page_size : {32, 64}) {
           for (const int longest : {1, 33, 700}) {
             ++cases;
-            if (run(bs, rows, heads, page_size, longest)) continue;
+            if (logits(bs, rows, heads, page_size, longest)) continue;
             ++failed;
-            std::printf("FAIL bs %d rows %d heads %d page %d longest %d\n", bs, rows, heads, page_size, longest);
+            std::printf("FAIL logits bs %d rows %d heads %d page %d longest %d\n", bs, rows, heads, page_size, longest);
           }
         }
       }

@@ -3,7 +3,7 @@
 
 Columns: registers per thread, local-memory instructions (LDL + STL, from spills and indexed arrays), shared memory per
 block, tensor-core instructions, threads per block, and theoretical occupancy with its limit. The exit status is 1 if
-- a hot kernel (attention, combine, recurrent or index logits) has more local-memory instructions than
+- a hot kernel (attention, combine, recurrent or indexer) has more local-memory instructions than
   KNOWN_LOCAL_MEMORY allows,
 - a kernel that multiplies matrices (attention, recurrent verify or index logits) has no tensor-core instruction or is
   missing for an architecture, or
@@ -32,15 +32,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = (ROOT / "csrc/common/shared_memory.h").read_text()
-# Bytes per block: the limit of sm_120, and that of sm_90 for csrc/tree_verify/sm90, the only kernels built for sm_90a.
+# Bytes per block: the limit of sm_120, and that of sm_90 for the kernels in sm90/ folders, the only ones built for sm_90a.
 MAX_SHARED, MAX_SHARED_SM90A = (
     int(re.search(rf"\b{name} = (\d+);", LIMITS)[1]) for name in ("kMaxSharedMemory", "kMaxSharedMemorySm90")
 )
 # Allowed LDL + STL of a hot kernel by (kernel without its element type, architecture), for example
 # ("gqa fp8 256 64", "sm_120"): 6. Kernels that are not listed may have none. Entries may only shrink.
 KNOWN_LOCAL_MEMORY: dict[tuple[str, str], int] = {}
-MATRIX = re.compile(r"((gqa|mla)_(sm90_)?partial|recurrent_verify|index_logits)_kernel")
-HOT = re.compile(MATRIX.pattern + r"|(combine|recurrent_commit|conv_verify|conv_commit)_kernel")
+MATRIX = re.compile(r"((gqa|mla)_(sm90_)?partial|recurrent_verify|index_logits(_sm90)?)_kernel")
+HOT = re.compile(MATRIX.pattern + r"|(combine|recurrent_commit|conv_verify|conv_commit|store_index_keys)_kernel")
 TENSOR_CORE = re.compile(r"\b[HQIDO]G?MMA\b|\bUTC[A-Z]*MMA\b")
 LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
 
@@ -149,8 +149,8 @@ def shape_key(name: str) -> tuple | None:
     if match := re.search(r"VerifyTraits<(\w+), (\d+), (\d+), (true|false)>", name):
         state, d_k, tiles, channel = match.groups()
         return "recurrent", state, flag[channel], int(d_k), int(tiles)
-    if name == "index_logits_kernel":
-        return "index", "__nv_bfloat16", 0, 128, 32
+    if match := re.fullmatch(r"index_logits(_sm90)?_kernel", name):
+        return ("index_sm90", "__nv_bfloat16", 0, 128, 64) if match[1] else ("index", "__nv_bfloat16", 0, 128, 32)
     return None
 
 

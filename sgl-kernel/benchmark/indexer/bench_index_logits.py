@@ -2,7 +2,9 @@
 
 A graph holds LAUNCHES launches over rotating pools that together exceed the L2 cache. A time is the median over its
 replays divided by LAUNCHES. "rate" is the bytes of all keys (256 per key, 132 for fp8), read once, per second. The copy
-moves a buffer of 4 GiB and counts what it reads and writes. Prints a Markdown table; never asserts.
+moves a buffer of 4 GiB and counts what it reads and writes. The matmul multiplies square bfloat16 matrices. "bound" is
+the longer of the two times that a launch would take at these rates, over the time it took. Prints a Markdown table;
+never asserts. SGLANG_DDTREE_SM90=0 times the kernel of the other architectures on sm_90.
 
     python bench_index_logits.py --commit REVISION --output results/NAME.json
 """
@@ -48,6 +50,12 @@ def copy_rate() -> float:
     source = torch.ones(4 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / microseconds([lambda: target.copy_(source)], launches=2) * 1e6
+
+
+def matmul_rate(size: int = 8192) -> float:
+    """Floating-point operations per second of a product of bfloat16 matrices."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / microseconds([lambda: a @ b], launches=2) * 1e6
 
 
 def shuffled_pages(pages: int, bs: int) -> torch.Tensor:
@@ -118,7 +126,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
 
-    copied = copy_rate()
+    copied, multiplied = copy_rate(), matmul_rate()
     record = dict(
         gpu=torch.cuda.get_device_name(),
         torch=torch.__version__,
@@ -127,14 +135,16 @@ def main() -> None:
         command="python benchmark/indexer/bench_index_logits.py",
         launches_per_graph=LAUNCHES,
         copy_bytes_per_second=copied,
+        matmul_flops=multiplied,
         results=[],
     )
-    print(f"copy: {copied / 1e12:.2f} TB/s")
-    print("|bs|keys|rows|us|TB/s|of the copy|TFLOPS|fp8 us|fp8 TB/s|\n" + "|-" * 9 + "|")
+    print(f"copy: {copied / 1e12:.2f} TB/s, matmul: {multiplied / 1e12:.0f} TFLOPS")
+    print("|bs|keys|rows|us|TB/s|of the copy|TFLOPS|of the bound|fp8 us|fp8 TB/s|\n" + "|-" * 10 + "|")
     for bs in args.batches:
         for length in args.lengths:
             for rows in args.rows:
                 r = bench(bs, length, rows, not args.no_fp8)
+                r["of_bound"] = max(r["rate"] / copied, r["tflops"] * 1e12 / multiplied)
                 record["results"].append(r)
                 if args.output:
                     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +152,7 @@ def main() -> None:
                 fp8 = f"{r['fp8_us']:.1f}|{r['fp8_rate'] / 1e12:.2f}" if "fp8_us" in r else "|"
                 print(
                     f"|{bs}|{length}|{rows}|{r['us']:.1f}|{r['rate'] / 1e12:.2f}|{r['rate'] / copied:.2f}|"
-                    f"{r['tflops']:.0f}|{fp8}|",
+                    f"{r['tflops']:.0f}|{r['of_bound']:.2f}|{fp8}|",
                     flush=True,
                 )
 

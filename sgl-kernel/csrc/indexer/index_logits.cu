@@ -1,4 +1,4 @@
-// ddtree_index_logits. A warp takes 32 keys at a time as the A operand of mma.sync, straight from global memory into
+// ddtree_index_logits for every architecture. A warp takes 32 keys at a time as the A operand of mma.sync, straight from global memory into
 // registers: each key is read once and by one warp, so shared memory would only add a copy. The queries of a request
 // are the B operand and stay in shared memory. Heads are summed in a fixed order, so a row's logits do not depend on
 // the batch around it.
@@ -6,42 +6,20 @@
 // The order of the 128 dimensions within a product is free as long as both operands agree. A lane therefore loads 16
 // bytes, dimensions 32 c + 8 (lane % 4) to + 7, and feeds them to two consecutive steps of 16 dimensions.
 #include "common/mma_sm80.cuh"
+#include "common/use_sm90.h"
 #include "indexer/launch.h"
-#include "indexer/traits.h"
+#include "indexer/tiles.cuh"
 
 namespace ddtree {
 namespace {
 
 constexpr int kChunks = kIndexHeadDim / 32;  // of 32 dimensions: 16 bytes per lane of a quad
-constexpr int kMTiles = kIndexTileKeys / 16;
-constexpr unsigned kWarp = 0xffffffff;
+constexpr int kMTiles = IndexTraits::kTileKeys / 16;
 
 // One warp's keys: of m tile i, rows g = lane / 4 and g + 8.
 struct KeyTile {
   uint4 low[kMTiles][kChunks], high[kMTiles][kChunks];
 };
-
-__device__ __forceinline__ uint4 load_streaming(const __nv_bfloat16* source) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(source));
-  return v;
-}
-
-// The first key of a tile. A tile's keys are contiguous, because a page holds whole tiles.
-__device__ __forceinline__ const __nv_bfloat16* tile_keys(const IndexLogitsParams& p, int request, int tile) {
-  const int first = tile * kIndexTileKeys;
-  const int page = p.page_table[request * p.table_stride + first / p.page_size];
-  return static_cast<const __nv_bfloat16*>(p.keys) + page * p.key_stride_page + first % p.page_size * kIndexHeadDim;
-}
-
-// Brings a tile into the L2 cache. Registers hold one tile per warp, and without this the memory would wait for the
-// multiplications. One lane calls it.
-__device__ __forceinline__ void prefetch_keys(const __nv_bfloat16* source) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source),
-               "n"(kIndexTileKeys * kIndexHeadDim * int(sizeof(__nv_bfloat16))));
-}
 
 // The last tile of a request may hold keys past the length, with any bits in them. That does no harm: a key affects
 // only its own logit, and that one is not written.
@@ -66,13 +44,13 @@ struct Queries {
 
 __device__ __forceinline__ void load_queries(const Queries& queries, const IndexLogitsParams& p, int request) {
   const int groups = p.heads / kIndexHeadGroup, first_row = request * p.rows;
-  for (int i = threadIdx.x; i < p.rows * groups * kChunks * 32; i += kIndexThreads) {
+  for (int i = threadIdx.x; i < p.rows * groups * kChunks * 32; i += IndexTraits::kThreads) {
     const int lane = i % 32, chunk = i / 32 % kChunks, group = i / 32 / kChunks;
     const auto* source = static_cast<const __nv_bfloat16*>(p.q) + (first_row + group / groups) * p.q_stride_row +
                          (group % groups * kIndexHeadGroup + lane / 4) * p.q_stride_head + 32 * chunk + lane % 4 * 8;
     queries.fragments[i] = *reinterpret_cast<const uint4*>(source);
   }
-  for (int i = threadIdx.x; i < p.rows * p.heads; i += kIndexThreads) {
+  for (int i = threadIdx.x; i < p.rows * p.heads; i += IndexTraits::kThreads) {
     queries.weights[i] = p.weights[(first_row + i / p.heads) * p.weight_stride + i % p.heads];
   }
 }
@@ -108,16 +86,16 @@ __device__ __forceinline__ float row_logits(const KeyTile& keys, const Queries& 
   const bool upper = lane & 2, odd = lane & 1;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const float received = __shfl_xor_sync(kWarp, upper ? sums[j] : sums[j + 2], 2);
+    const float received = __shfl_xor_sync(kWholeWarp, upper ? sums[j] : sums[j + 2], 2);
     sums[j] = (upper ? sums[j + 2] : sums[j]) + received;
   }
-  const float received = __shfl_xor_sync(kWarp, odd ? sums[0] : sums[1], 1);
+  const float received = __shfl_xor_sync(kWholeWarp, odd ? sums[0] : sums[1], 1);
   return (odd ? sums[1] : sums[0]) + received;
 }
 
 __device__ __forceinline__ void write_logits(const KeyTile& keys, const Queries& queries, const IndexLogitsParams& p,
                                              int request, int tile, int limit) {
-  const int lane = threadIdx.x % 32, key = tile * kIndexTileKeys + lane % 4 * 8 + lane / 4;
+  const int lane = threadIdx.x % 32, key = tile * IndexTraits::kTileKeys + lane % 4 * 8 + lane / 4;
   for (int i = 0; i < p.rows; ++i) {
     const int64_t row = int64_t{request} * p.rows + i;
     const float logit = row_logits(keys, queries, i, p.heads);
@@ -125,95 +103,44 @@ __device__ __forceinline__ void write_logits(const KeyTile& keys, const Queries&
   }
 }
 
-// Tiles of a request: those of its longest row.
-__device__ __forceinline__ int tiles_of(const IndexLogitsParams& p, int request, int limit) {
-  int longest = 0;
-  for (int i = 0; i < p.rows; ++i) longest = max(longest, p.seq_lens[request * p.rows + i]);
-  return (min(longest, limit) + kIndexTileKeys - 1) / kIndexTileKeys;
-}
-
-// Tiles [begin, end) of one request, by the whole block.
+// Tiles [begin, end) of one request, by the whole block. Registers hold one tile per warp, so the next one is brought
+// into the L2 cache: without it the memory would wait for the multiplications.
 __device__ __forceinline__ void process(const Queries& queries, const IndexLogitsParams& p, int request, int begin,
                                         int end, int limit) {
   KeyTile keys;
+  const auto tile_keys = [&](int tile) { return key_at(p, request, tile * IndexTraits::kTileKeys); };
   const auto load = [&](int tile) {
-    if (tile < end) load_keys(keys, tile_keys(p, request, tile));
-    if (tile + kIndexWarps < end && threadIdx.x % 32 == 0) prefetch_keys(tile_keys(p, request, tile + kIndexWarps));
+    if (tile < end) load_keys(keys, tile_keys(tile));
+    const int next = tile + IndexTraits::kWarps;
+    if (next < end && threadIdx.x % 32 == 0) prefetch_keys<IndexTraits::kTileKeys>(tile_keys(next));
   };
   int tile = begin + threadIdx.x / 32;
   load(tile);       // in flight while the queries arrive
   __syncthreads();  // every warp is done with the previous request's queries
   load_queries(queries, p, request);
   __syncthreads();
-  for (; tile < end; tile += kIndexWarps, load(tile)) write_logits(keys, queries, p, request, tile, limit);
+  for (; tile < end; tile += IndexTraits::kWarps, load(tile)) write_logits(keys, queries, p, request, tile, limit);
 }
 
-// The tiles of all requests form one list, of which each block takes an equal and contiguous part.
-struct Part {
-  int begin, end;  // in the list
-  int request;     // the one that owns tile `begin`
-  int start;       // of that request's tiles in the list
-};
-
-// Warp-collective, with the same result in every lane.
-__device__ __forceinline__ Part find_part(const IndexLogitsParams& p, int limit) {
-  const int lane = threadIdx.x % 32;
-  int total = 0;
-  for (int r = lane; r < p.bs; r += 32) total += tiles_of(p, r, limit);
-  total = __reduce_add_sync(kWarp, total);
-  const int each = total / gridDim.x, longer = total % gridDim.x;  // the first `longer` parts have one tile more
-  const int block = blockIdx.x, begin = block * each + min(block, longer);
-  Part part{begin, begin + each + (block < longer), 0, 0};
-  for (int base = 0; base < p.bs; base += 32) {
-    const int tiles = base + lane < p.bs ? tiles_of(p, base + lane, limit) : 0;
-    int until = tiles;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int up = __shfl_up_sync(kWarp, until, step);
-      if (lane >= step) until += up;
-    }
-    if (const unsigned owner = __ballot_sync(kWarp, part.start + until > begin)) {
-      const int source = __ffs(owner) - 1;
-      part.request = base + source;
-      part.start += __shfl_sync(kWarp, until - tiles, source);
-      return part;
-    }
-    part.start += __shfl_sync(kWarp, until, 31);
-  }
-  return part;  // an empty one: begin = end = total
-}
-
-// The grid is fixed and the lengths are read on the device, so one captured launch serves every replay.
-__global__ void __launch_bounds__(kIndexThreads, kIndexBlocks)
+__global__ void __launch_bounds__(IndexTraits::kThreads, IndexTraits::kBlocks)
     index_logits_kernel(const __grid_constant__ IndexLogitsParams p) {
   extern __shared__ uint4 shared[];
   const Queries queries{shared,
                         reinterpret_cast<float*>(shared + index_fragment_bytes(p.rows * p.heads) / sizeof(uint4))};
   const int limit = static_cast<int>(p.limit());
-  const Part part = find_part(p, limit);
-  if (part.begin == part.end) return;
-  for (int request = part.request, start = part.start; start < part.end; ++request) {
-    const int tiles = tiles_of(p, request, limit);
-    if (tiles > 0) process(queries, p, request, max(part.begin - start, 0), min(part.end - start, tiles), limit);
-    start += tiles;
-  }
+  for_each_request<IndexTraits>(p, limit, [&](int request, int begin, int end) {
+    process(queries, p, request, begin, end, limit);
+  });
 }
 
 }  // namespace
 
 cudaError_t launch(const IndexLogitsParams& p, cudaStream_t stream) {
   if (p.bs == 0 || p.limit() == 0) return cudaSuccess;  // an empty grid is a launch error
-  int device = 0, multiprocessors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const int shared = index_shared_bytes(p.rows * p.heads);
-  if (status == cudaSuccess) {
-    status =
-        cudaFuncSetAttribute(index_logits_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxIndexSharedBytes);
-  }
-  if (status != cudaSuccess) return status;
-  index_logits_kernel<<<kIndexBlocks * multiprocessors, kIndexThreads, shared, stream>>>(p);
-  return cudaGetLastError();
+#ifdef DDTREE_SM90
+  if (use_sm90()) return launch_sm90(p, stream);
+#endif
+  return launch_index<IndexTraits>(index_logits_kernel, p, index_shared_bytes(p.rows * p.heads), stream);
 }
 
 }  // namespace ddtree

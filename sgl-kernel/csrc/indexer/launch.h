@@ -8,6 +8,7 @@
 namespace ddtree {
 
 cudaError_t launch(const IndexLogitsParams& params, cudaStream_t stream);
+cudaError_t launch_sm90(const IndexLogitsParams& params, cudaStream_t stream);  // what launch() calls on sm_90
 cudaError_t launch(const StoreIndexKeysParams& params, cudaStream_t stream);
 
 }  // namespace ddtree

@@ -1,6 +1,5 @@
 // ddtree_store_index_keys: one warp per row, four dimensions per lane. The upper half of the lanes rotates.
-#include <cuda_bf16.h>
-
+#include "common/mma_sm80.cuh"
 #include "indexer/launch.h"
 
 namespace ddtree {
@@ -18,11 +17,6 @@ __device__ __forceinline__ float sum_of_warp(float x) {
 }
 
 __device__ __forceinline__ float4 vector_at(const float* row, int i) { return reinterpret_cast<const float4*>(row)[i]; }
-
-__device__ __forceinline__ uint32_t rounded(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
 
 __global__ void __launch_bounds__(32 * kWarps) store_index_keys_kernel(const __grid_constant__ StoreIndexKeysParams p) {
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
@@ -46,7 +40,7 @@ __global__ void __launch_bounds__(32 * kWarps) store_index_keys_kernel(const __g
     x = {x.x * f.x - x.y * f.y, x.x * f.y + x.y * f.x, x.z * f.z - x.w * f.w, x.z * f.w + x.w * f.z};
   }
   auto* key = static_cast<__nv_bfloat16*>(p.keys) + p.key_offset(slot);
-  reinterpret_cast<uint2*>(key)[lane] = {rounded(x.x, x.y), rounded(x.z, x.w)};
+  reinterpret_cast<uint2*>(key)[lane] = {pack2<__nv_bfloat16>(x.x, x.y), pack2<__nv_bfloat16>(x.z, x.w)};
 }
 
 }  // namespace
