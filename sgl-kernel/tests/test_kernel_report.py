@@ -141,7 +141,7 @@ def test_launch_shapes_come_from_the_traits():
     assert kernel_report.shape_of(RECURRENT, shapes)[0] == 128
     assert kernel_report.shape_of(RECURRENT.replace("3", "4"), shapes)[0] == 64  # to fit into sm_120's memory
     assert kernel_report.shape_of(INDEX, shapes) == (256, 4 * 64 * (256 + 4))  # 4 rows of 64 heads
-    assert kernel_report.shape_of(INDEX_SM90, shapes) == (512, 4 * 64 * (256 + 4))
+    assert kernel_report.shape_of(INDEX_SM90, shapes) == (512, 4 * (64 * (256 + 4) + 4))
     assert (
         kernel_report.shape_of(RECURRENT.replace("true", "false"), shapes)[1]
         < kernel_report.shape_of(RECURRENT, shapes)[1]

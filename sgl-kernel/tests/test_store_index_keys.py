@@ -134,7 +134,10 @@ def test_decode(seq_lens, page_size, device):
     "seq_lens, tokens",
     [
         ([4], [3]),
-        ([12, 4, 8, PADDING, PADDING], [11, 3, 7, 0, 0]),  # in any order: upstream's kernel hands rows out by atomics
+        (
+            [12, 4, 8, PADDING, PADDING],
+            [11, 3, 7, 0, 0],
+        ),  # in any order: upstream's kernel hands rows out by atomics
         ([PADDING, PADDING], [0, 0]),
         ([400, 404, 408], [0, 4, 8]),  # a chunk that starts within a key
         ([4 * i for i in range(1, 120)], list(range(118, -1, -1))),
@@ -200,7 +203,9 @@ def test_out_of_range_is_not_stored():
 def test_replays_read_the_current_plan():
     """One capture serves other plans, slots and values, with eager's bits and without a host wait."""
     first = Case([4, 5, 8, 3], device="cuda")
-    others = [Case(lengths, seed=i + 1, device="cuda") for i, lengths in enumerate([[5, 8, 9, 4], [1] * 4, [4] * 4])]
+    others = [
+        Case(lengths, seed=i + 1, device="cuda") for i, lengths in enumerate([[5, 8, 9, 4], [1] * 4, [4] * 4])
+    ]
 
     def load(case):
         for name in ("kv", "plan", "norm_weight", "freqs", "out_loc", "keys"):

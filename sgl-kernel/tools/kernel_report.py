@@ -40,7 +40,9 @@ MAX_SHARED, MAX_SHARED_SM90A = (
 # ("gqa fp8 256 64", "sm_120"): 6. Kernels that are not listed may have none. Entries may only shrink.
 KNOWN_LOCAL_MEMORY: dict[tuple[str, str], int] = {}
 MATRIX = re.compile(r"((gqa|mla)_(sm90_)?partial|recurrent_verify|index_logits(_sm90)?)_kernel")
-HOT = re.compile(MATRIX.pattern + r"|(combine|recurrent_commit|conv_verify|conv_commit|store_index_keys)_kernel")
+HOT = re.compile(
+    MATRIX.pattern + r"|(combine|recurrent_commit|conv_verify|conv_commit|store_index_keys)_kernel"
+)
 TENSOR_CORE = re.compile(r"\b[HQIDO]G?MMA\b|\bUTC[A-Z]*MMA\b")
 LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
 
@@ -150,7 +152,11 @@ def shape_key(name: str) -> tuple | None:
         state, d_k, tiles, channel = match.groups()
         return "recurrent", state, flag[channel], int(d_k), int(tiles)
     if match := re.fullmatch(r"index_logits(_sm90)?_kernel", name):
-        return ("index_sm90", "__nv_bfloat16", 0, 128, 64) if match[1] else ("index", "__nv_bfloat16", 0, 128, 32)
+        return (
+            ("index_sm90", "__nv_bfloat16", 0, 128, 64)
+            if match[1]
+            else ("index", "__nv_bfloat16", 0, 128, 32)
+        )
     return None
 
 

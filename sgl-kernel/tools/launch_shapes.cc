@@ -69,7 +69,7 @@ void print_recurrent_all(const char* state) {
 template <typename Traits>
 void print_index(const char* kernel) {
   std::printf("%s __nv_bfloat16 0 %d %d %d %d\n", kernel, kIndexHeadDim, Traits::kTileKeys, Traits::kThreads,
-              kMaxIndexSharedBytes);
+              Traits::kMaxSharedBytes);
 }
 
 int main() {

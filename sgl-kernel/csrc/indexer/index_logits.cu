@@ -1,7 +1,7 @@
-// ddtree_index_logits for every architecture. A warp takes 32 keys at a time as the A operand of mma.sync, straight from global memory into
-// registers: each key is read once and by one warp, so shared memory would only add a copy. The queries of a request
-// are the B operand and stay in shared memory. Heads are summed in a fixed order, so a row's logits do not depend on
-// the batch around it.
+// ddtree_index_logits for every architecture. A warp takes 32 keys at a time as the A operand of mma.sync, straight
+// from global memory into registers: each key is read once and by one warp, so shared memory would only add a copy. The
+// queries of a request are the B operand and stay in shared memory. Heads are summed in a fixed order, so a row's
+// logits do not depend on the batch around it.
 //
 // The order of the 128 dimensions within a product is free as long as both operands agree. A lane therefore loads 16
 // bytes, dimensions 32 c + 8 (lane % 4) to + 7, and feeds them to two consecutive steps of 16 dimensions.
@@ -126,11 +126,10 @@ __global__ void __launch_bounds__(IndexTraits::kThreads, IndexTraits::kBlocks)
     index_logits_kernel(const __grid_constant__ IndexLogitsParams p) {
   extern __shared__ uint4 shared[];
   const Queries queries{shared,
-                        reinterpret_cast<float*>(shared + index_fragment_bytes(p.rows * p.heads) / sizeof(uint4))};
+                        reinterpret_cast<float*>(shared + p.rows * p.heads * IndexTraits::kQueryBytes / sizeof(uint4))};
   const int limit = static_cast<int>(p.limit());
-  for_each_request<IndexTraits>(p, limit, [&](int request, int begin, int end) {
-    process(queries, p, request, begin, end, limit);
-  });
+  for_each_request<IndexTraits>(
+      p, limit, [&](int request, int begin, int end) { process(queries, p, request, begin, end, limit); });
 }
 
 }  // namespace
@@ -140,7 +139,7 @@ cudaError_t launch(const IndexLogitsParams& p, cudaStream_t stream) {
 #ifdef DDTREE_SM90
   if (use_sm90()) return launch_sm90(p, stream);
 #endif
-  return launch_index<IndexTraits>(index_logits_kernel, p, index_shared_bytes(p.rows * p.heads), stream);
+  return launch_index<IndexTraits>(index_logits_kernel, p, p.rows * p.heads * IndexTraits::kSharedPerHead, stream);
 }
 
 }  // namespace ddtree

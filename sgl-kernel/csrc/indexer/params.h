@@ -43,8 +43,8 @@ constexpr int kIndexRatio = 4;     // tokens per key
 // A row of SGLang's compression plan (kernels/jit/include/sgl_kernel/deepseek_v4/compress_v2.cuh, DecodePlan and
 // CompressPlan), as far as it is read here.
 struct IndexPlanRow {
-  int32_t seq_len;    // tokens up to and including the row's last one; -1: the row is padding
-  uint16_t token;     // prefill: the row's last token among the tokens of the step. Decode keeps something else here
+  int32_t seq_len;  // tokens up to and including the row's last one; -1: the row is padding
+  uint16_t token;   // prefill: the row's last token among the tokens of the step. Decode keeps something else here
   uint16_t other[5];
 };
 static_assert(sizeof(IndexPlanRow) == 16);

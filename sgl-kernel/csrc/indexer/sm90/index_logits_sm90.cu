@@ -16,8 +16,8 @@ using Traits = IndexSm90Traits;
 constexpr int kChunks = kIndexHeadDim / 32;  // of 32 dimensions: 16 bytes per lane of a quad
 constexpr int kWarpKeys = Traits::kTileKeys / 4;
 constexpr int kBlockBytes = kMaxIndexHeads * kSwizzleRowBytes;  // a row's queries are two swizzled blocks
-constexpr int kRowBytes = 2 * kBlockBytes;
-static_assert(kRowBytes == index_fragment_bytes(kMaxIndexHeads));
+constexpr int kRowBytes = Traits::kRowBytes;
+static_assert(kRowBytes == 2 * kBlockBytes);
 
 // One warp's keys: rows g = lane / 4 and g + 8.
 struct KeyTile {
@@ -36,8 +36,9 @@ __device__ __forceinline__ void load_keys(KeyTile& keys, const __nv_bfloat16* so
   }
 }
 
-// Byte offset in a row's queries of dimensions 32 c + 8 j + 2 pair and + 1 of a head. They are the values that lane j of
-// a quad holds in 32-bit register `pair` of chunk c: step pair / 2, and the lower or upper half of its 16 dimensions.
+// Byte offset in a row's queries of dimensions 32 c + 8 j + 2 pair and + 1 of a head. They are the values that lane j
+// of a quad holds in 32-bit register `pair` of chunk c: step pair / 2, and the lower or upper half of its 16
+// dimensions.
 __device__ __forceinline__ int query_offset(int head, int c, int j, int pair) {
   return c / 2 * kBlockBytes + swizzled(head, c % 2 * 4 + pair) + 4 * j;
 }
@@ -45,9 +46,11 @@ __device__ __forceinline__ int query_offset(int head, int c, int j, int pair) {
 struct Queries {
   char* rows;      // [R] rows of kRowBytes, 1024-byte aligned
   float* weights;  // [R, kMaxIndexHeads]
+  int* lengths;    // [R] keys that each row sees
 };
 
-__device__ __forceinline__ void place_queries(const Queries& queries, const IndexLogitsParams& p, int request) {
+__device__ __forceinline__ void place_queries(const Queries& queries, const IndexLogitsParams& p, int request,
+                                              int limit) {
   const int64_t first_row = int64_t{request} * p.rows;
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.rows * kMaxIndexHeads * kChunks * 4; i += Traits::kThreads) {
@@ -68,6 +71,7 @@ __device__ __forceinline__ void place_queries(const Queries& queries, const Inde
     const int row = i / kMaxIndexHeads, head = i % kMaxIndexHeads;
     queries.weights[i] = head < p.heads ? p.weights[(first_row + row) * p.weight_stride + head] : 0.0f;
   }
+  if (threadIdx.x < p.rows) queries.lengths[threadIdx.x] = min(p.seq_lens[first_row + threadIdx.x], limit);
   fence_async_proxy();
 }
 
@@ -104,8 +108,8 @@ __device__ __forceinline__ float add_heads(const float (&d)[kMaxIndexHeads / 2],
   return kept + __shfl_xor_sync(kWholeWarp, kept, 1);
 }
 
-// Tiles [begin, end) of one request, by the whole block. Registers hold one tile per warpgroup, so the next one is
-// brought into the L2 cache.
+// Tiles [begin, end) of one request, by the whole block. A warpgroup's next tile arrives in registers during the
+// products of the last row, and the one after that is brought into the L2 cache.
 __device__ __forceinline__ void process(const Queries& queries, const IndexLogitsParams& p, int request, int begin,
                                         int end, int limit) {
   const int lane = threadIdx.x % 32, count = keys_of(p, request, limit);
@@ -118,41 +122,54 @@ __device__ __forceinline__ void process(const Queries& queries, const IndexLogit
     const int key = tile * Traits::kTileKeys + first;
     return tile < end && key < count ? key_at(p, request, key) : nullptr;
   };
+  const auto prefetch = [&](const __nv_bfloat16* source) {
+    if (source != nullptr && lane == 0) prefetch_keys<kWarpKeys>(source);
+  };
   int tile = begin + threadIdx.x / 128;
   if (const auto* source = source_of(tile)) load_keys(keys, source);  // in flight while the queries arrive
+  const auto* next = source_of(tile + Traits::kWarpgroups);
+  prefetch(next);
   __syncthreads();  // every warp is done with the previous request's queries
-  place_queries(queries, p, request);
+  place_queries(queries, p, request, limit);
   __syncthreads();
+
   for (; tile < end; tile += Traits::kWarpgroups) {
-    const auto* next = source_of(tile + Traits::kWarpgroups);
-    if (next != nullptr && lane == 0) prefetch_keys<kWarpKeys>(next);
+    const auto* after = source_of(tile + 2 * Traits::kWarpgroups);
+    prefetch(after);
     const int key = tile * Traits::kTileKeys + first + lane % 4 / 2 * 8 + lane / 4;
+    float* out = p.out + int64_t{request} * p.rows * p.out_stride + key;
+    const auto write = [&](const float (&d)[kMaxIndexHeads / 2], int row) {
+      const float logit = add_heads(d, queries.weights + row * kMaxIndexHeads);
+      if (lane % 2 == 0 && key < queries.lengths[row]) out[row * p.out_stride] = logit;
+    };
+    float d[kMaxIndexHeads / 2];
+    const int last = p.rows - 1;
 #pragma unroll 1
-    for (int i = 0; i < p.rows; ++i) {
-      float d[kMaxIndexHeads / 2];
-      multiply(d, keys, rows + (i * kRowBytes >> 4));
-      if (i == p.rows - 1 && next != nullptr) load_keys(keys, next);
-      const float logit = add_heads(d, queries.weights + i * kMaxIndexHeads);
-      const int64_t row = int64_t{request} * p.rows + i;
-      if (lane % 2 == 0 && key < min(p.seq_lens[row], limit)) p.out[row * p.out_stride + key] = logit;
+    for (int row = 0; row < last; ++row) {
+      multiply(d, keys, rows + (row * kRowBytes >> 4));
+      write(d, row);
     }
+    multiply(d, keys, rows + (last * kRowBytes >> 4));
+    if (next != nullptr) load_keys(keys, next);
+    next = after;
+    write(d, last);
   }
 }
 
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     index_logits_sm90_kernel(const __grid_constant__ IndexLogitsParams p) {
   extern __shared__ __align__(kSwizzleAtomBytes) char shared[];
-  const Queries queries{shared, reinterpret_cast<float*>(shared + p.rows * kRowBytes)};
+  auto* weights = reinterpret_cast<float*>(shared + p.rows * kRowBytes);
+  const Queries queries{shared, weights, reinterpret_cast<int*>(weights + p.rows * kMaxIndexHeads)};
   const int limit = static_cast<int>(p.limit());
-  for_each_request<Traits>(p, limit, [&](int request, int begin, int end) {
-    process(queries, p, request, begin, end, limit);
-  });
+  for_each_request<Traits>(p, limit,
+                           [&](int request, int begin, int end) { process(queries, p, request, begin, end, limit); });
 }
 
 }  // namespace
 
 cudaError_t launch_sm90(const IndexLogitsParams& p, cudaStream_t stream) {
-  return launch_index<Traits>(index_logits_sm90_kernel, p, index_shared_bytes(p.rows * kMaxIndexHeads), stream);
+  return launch_index<Traits>(index_logits_sm90_kernel, p, p.rows * Traits::kSharedPerRow, stream);
 }
 
 }  // namespace ddtree
