@@ -15,12 +15,14 @@ from tools.rebase import rebase
 from tools.series import Series
 from tools.upstream import ROOT, Pins, Release, cache_dir
 
+EDIT_DIR_HELP = "folder of the tree (default: build/edit)"
+
 
 def parse(argv: list[str] | None, root: Path) -> argparse.Namespace:
     """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.patchset", description=__doc__)
     parser.add_argument(
-        "--cache", type=Path, help="folder for upstream wheels ($XDG_CACHE_HOME/sglang-ddtree)"
+        "--cache", type=Path, help="folder for upstream wheels (default: $XDG_CACHE_HOME/sglang-ddtree)"
     )
     parser.add_argument("--python", help="build for this interpreter, e.g. cp312 (default: the running one)")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -30,9 +32,9 @@ def parse(argv: list[str] | None, root: Path) -> argparse.Namespace:
     command.add_argument("dir", type=Path)
     command = commands.add_parser("edit", help="make a tree in which to write or change PATCH")
     command.add_argument("patch", help="FOLDER/PURPOSE.patch")
-    command.add_argument("--dir", type=Path, default=root / "build/edit")
+    command.add_argument("--dir", type=Path, default=root / "build/edit", help=EDIT_DIR_HELP)
     command = commands.add_parser("export", help="write the patch that is being edited to patches/")
-    command.add_argument("--dir", type=Path, default=root / "build/edit")
+    command.add_argument("--dir", type=Path, default=root / "build/edit", help=EDIT_DIR_HELP)
     commands.add_parser(
         "refresh", help="add new patch files to the series, regenerate hashes and seam digests"
     )
@@ -41,10 +43,13 @@ def parse(argv: list[str] | None, root: Path) -> argparse.Namespace:
     command = commands.add_parser("rebase", help="move the series and upstream.toml to another release")
     command.add_argument("version")
     command.add_argument(
-        "--dir", type=Path, default=root / "build/rebase", help="for the temporary repository (build/rebase)"
+        "--dir",
+        type=Path,
+        default=root / "build/rebase",
+        help="folder for the temporary repository (default: build/rebase)",
     )
     command.add_argument(
-        "--continue", dest="resume", action="store_true", help="after you resolved a conflict there"
+        "--continue", dest="resume", action="store_true", help="go on after you resolved a conflict there"
     )
     command = commands.add_parser("provenance", help="find lines that we share with upstream")
     command.add_argument(

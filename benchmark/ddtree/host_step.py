@@ -4,14 +4,15 @@ It runs engines (support.engine) with graphs and overlap scheduling, without HTT
 starts together; then one is measured at a time while the others are idle. A first pass times the stages on the host. A
 second pass, under torch's profiler, counts launches and gives the device time of each stage. The profiler slows the host
 down, so no host time is taken from it. With --rounds, every engine of the group is measured once per round, so that
-other work on the host slows all of them alike.
+other work on the host slows all of them alike. The first of several rounds only warms up.
 
     PYTHONPATH=test python -m benchmark.ddtree.host_step --model DIR --drafter DIR
     PYTHONPATH=test python -m benchmark.ddtree.host_step --model DIR --drafter DIR --rounds 10 --no-profile
     PYTHONPATH=test python -m benchmark.ddtree.host_step --shape 8b --contexts 4096 --topic 8b-step
 
 The prompts of a shape are not computed: their KV is random, as the weights are. Those of a shape with recurrent layers
-are computed, because KV alone is not enough to continue them.
+are computed, because KV alone is not enough to continue them. The drafter of a shape knows nothing of the target. With
+--acceptance, traces of another model say what the target accepts (benchmark/serving/acceptance.py).
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ import tempfile
 import threading
 import time
 from array import array
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from support.engine import Engine
@@ -45,50 +47,111 @@ PROFILED_STEPS = 24
 START_SECONDS = 300
 
 
-def decode(engine: Engine, prompts: list[list[int]], tokens: int) -> int:
-    """Answers the prompts greedily with `tokens` tokens each; returns the verify steps of all answers, or 0."""
-    requests = engine.generate(prompts, temperature=0, max_new_tokens=tokens, ignore_eos=True)
-    return sum(request.spec_verify_ct for request in requests)
+class Batch(NamedTuple):
+    """Requests that are answered at once.
+
+    Attributes:
+        prompts: token ids.
+        temperature: of all of them.
+    """
+
+    prompts: list[list[int]]
+    temperature: float = 0.0
 
 
-def time_stages(engine: Engine, stages: Stages, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Times the stages of the steps in which all prompts are answered at once.
+def decode(engine: Engine, batch: Batch, tokens: int) -> None:
+    """Answers a batch with `tokens` tokens per prompt."""
+    engine.generate(batch.prompts, temperature=batch.temperature, max_new_tokens=tokens, ignore_eos=True)
+
+
+def time_stages(engine: Engine, stages: Stages, batches: list[Batch], tokens: int) -> dict[str, Any]:
+    """Times the stages of the steps in which all prompts of a batch are answered at once.
 
     Args:
         engine: a watched engine that has the prompts' KV in its cache.
         stages: what `watch` made.
-        prompts: token ids.
+        batches: of the same size, answered one after the other.
         tokens: of an answer.
 
     Returns:
-        Per step: its time, the host's own time and wait, all in microseconds; time and calls by stage.
+        Per step: its time, the host's own time and wait, all in microseconds; time and calls by stage. And the time per
+        output token of each request, in milliseconds.
+
+    Raises:
+        ValueError: the answers are too short.
     """
-    stages.begin(len(prompts), SKIPPED_STEPS)
-    verify_steps = decode(engine, prompts, tokens)
-    steps = max(1, stages.steps)
+    size = len(batches[0].prompts)
+    stages.begin(size)
+    tpot_ms: list[float] = []
+    for batch in batches:
+        seconds, known = stages.seconds, set(stages.tokens)
+        stages.skip(SKIPPED_STEPS)
+        decode(engine, batch, tokens)
+        new = stages.tokens.keys() - known
+        tpot_ms += [1e3 * (stages.seconds - seconds) / max(1, stages.tokens[name]) for name in new]
+    steps = stages.steps
+    if steps == 0:
+        raise ValueError(f"--tokens: expected enough for more than {SKIPPED_STEPS} steps, got {tokens}")
     host_us = {stage: 1e6 * seconds / steps for stage, seconds in stages.self_seconds.items()}
     waited_us = host_us.pop(WAIT, 0.0)
     step_us = 1e6 * stages.seconds / steps
-    emitted = (tokens - 1) * len(prompts)  # the first token of an answer is prefill's
     return dict(
-        steps=stages.steps,
+        steps=steps,
         step_us=step_us,
         host_busy_us=step_us - waited_us,
         waited_us=waited_us,
-        tokens_per_step=emitted / (verify_steps or emitted),
+        tokens_per_step=stages.tokens.total() / steps / size,
+        tpot_ms=tpot_ms,
         host_us=host_us,
         calls={stage: count / steps for stage, count in stages.calls.items()},
     )
 
 
-def profile(engine: Engine, stages: Stages, prompts: list[list[int]]) -> dict[str, Any]:
-    """Returns read_trace() of a short answer to the prompts. Arguments as for time_stages()."""
+class Widths:
+    """Records the widths that --speculative-ddtree-budget auto chooses, and what it expects of them.
+
+    Args:
+        engine: of any kind. With another budget nothing is counted.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._counts: Counter[int] = Counter()
+        control = getattr(engine.scheduler.draft_worker, "control", None)
+        if control is not None:
+            self._budget, self._most = control.budget, None
+            self._choose, control.choose = control.choose, self._count
+
+    def _count(self, load: Any) -> int:
+        width = self._choose(load)
+        self._counts[width] += 1
+        if self._most is None or load.bs >= self._most.bs:
+            self._most = load
+        return width
+
+    def take(self) -> dict[str, Any]:
+        """Returns fields of a row: steps by width since the last call, and by width tokens and ms expected of a step.
+
+        The expectations are of the last load of the most requests. Without auto there are no fields.
+        """
+        if not self._counts:
+            return {}
+        counts, load = self._counts, self._most
+        self._counts, self._most = Counter(), None
+        expected = {
+            width: (self._budget.tokens(width), 1e3 * self._budget.costs.seconds(load, width))
+            for width in self._budget.widths
+        }
+        return dict(widths=dict(sorted(counts.items())), expected=expected)
+
+
+def profile(engine: Engine, stages: Stages, batch: Batch) -> dict[str, Any]:
+    """Returns read_trace() of a short answer to a batch. Arguments as for time_stages()."""
     cuda = engine.args.device == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU] + cuda * [torch.profiler.ProfilerActivity.CUDA]
-    stages.begin(len(prompts))
+    stages.begin(len(batch.prompts))
     stages.profiling = True
     with torch.profiler.profile(activities=activities) as profiler:
-        decode(engine, prompts, SKIPPED_STEPS + PROFILED_STEPS)
+        decode(engine, batch, SKIPPED_STEPS + PROFILED_STEPS)
         if cuda:
             torch.cuda.synchronize()
     stages.profiling = False
@@ -158,9 +221,11 @@ class Measurement:
         ready: Any,
         stop: Any,
         turn: Any,
-        batches: list[dict[str, list[list[int]]]],
+        rows: Any,
+        case: str,
+        batches: list[dict[str, list[Batch]]],
         options: argparse.Namespace,
-    ) -> list[dict[str, Any]]:
+    ) -> None:
         """Measures each batch of each round.
 
         Args:
@@ -168,19 +233,23 @@ class Measurement:
             ready: barrier of the group's engines. A round begins when all of them have reached it.
             stop: event. Once it is set, no round begins.
             turn: lock. One engine is measured at a time.
-            batches: prompts of each batch, by its name, of each round.
+            rows: queue. It gets a row per round and batch.
+            case: of the rows.
+            batches: of a row, by its name, of each round.
             options: the command's.
-
-        Returns:
-            A row per round and batch.
         """
         if options.shape:
             randomize(engine)
             if "gdn" not in SHAPES[options.shape]:
-                fill_cache(engine, max(batches[0].values(), key=lambda prompts: sum(map(len, prompts))))
-        stages = Stages()
+                every = [batch for of_row in batches[0].values() for batch in of_row]
+                fill_cache(engine, max(every, key=lambda batch: sum(map(len, batch.prompts))).prompts)
+        stages, widths = Stages(), Widths(engine)
+        stand_in = None
+        if options.acceptance:
+            from benchmark.serving.acceptance import StandIn
+
+            stand_in = StandIn(engine, dict(zip(options.temperatures, options.acceptance, strict=True)))
         watch(engine.scheduler, stages)
-        rows = []
         for i, of_round in enumerate(batches):
             try:
                 ready.wait(START_SECONDS)
@@ -189,13 +258,19 @@ class Measurement:
             if i > 0 and stop.is_set():
                 break
             with turn:
-                for name, prompts in of_round.items():
-                    decode(engine, prompts, 2 * SKIPPED_STEPS)  # fills the radix cache with the prompts
-                    row = dict(batch=name, round=i) | time_stages(engine, stages, prompts, options.tokens)
+                for name, of_row in of_round.items():
+                    for batch in of_row:  # fills the radix cache with the prompts
+                        decode(engine, batch, 1 if i > 0 else 2 * SKIPPED_STEPS)
+                    widths.take()
+                    if stand_in is not None:
+                        stand_in.begin(of_row[0].temperature, len(of_row[0].prompts))
+                    row = dict(case=case, batch=name, round=i)
+                    row |= time_stages(engine, stages, of_row, options.tokens) | widths.take()
+                    if stand_in is not None:
+                        row |= dict(tokens_per_step=stand_in.tokens_per_step(), tpot_ms=[])
                     if not options.no_profile:
-                        row["profile"] = profile(engine, stages, prompts)
-                    rows.append(row)
-        return rows
+                        row["profile"] = profile(engine, stages, of_row[0])
+                    rows.put(row)
 
 
 class LastRound:
@@ -212,6 +287,26 @@ class LastRound:
     def __call__(self) -> None:
         if time.monotonic() > self.deadline:
             self.stop.set()
+
+
+def keep(rows: Any, result: dict[str, Any], output: Path, options: argparse.Namespace) -> None:
+    """Saves rows as they come, because a time limit may end the command, and prints a table after every round.
+
+    Args:
+        rows: queue of rows. None ends it.
+        result: gets them, and their summary.
+        output: file.
+        options: the command's.
+    """
+    of_round = len(options.cases) * len(options.batches) * len(options.contexts) * len(options.temperatures)
+    for row in iter(rows.get, None):
+        result["results"].append(row)
+        result["summary"] = summarize(result["results"])
+        save(result, output)
+        if options.rounds == 1:
+            show(row["case"], row, options.kernels)
+        elif len(result["results"]) % of_round == 0:
+            show_all(result["results"], result["summary"])
 
 
 def show(case: str, row: dict[str, Any], kernels: int) -> None:
@@ -256,27 +351,38 @@ def median_and_interval(values: list[float]) -> tuple[float, float, float]:
 
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row per case and batch: medians over the rounds, each with its interval.
+    """Returns a row per case and batch: medians over the rounds, each with its interval. The first of several is left out.
 
-    `ratio_to_CASE` compares tokens per second with the first case and with DFLASH's, round by round.
+    Ratios compare tokens per second round by round. `ratio_to_best` is to the fastest other case, auto left out;
+    `ratio_to_CASE` to plain decoding and DFLASH. `tpot_ms` has the median and the 99th percentile of all requests.
     """
     found = []
     by_case = {}
+    first = min(1, max(row["round"] for row in rows))
     for row in rows:
-        by_case.setdefault((row["batch"], row["case"]), {})[row["round"]] = row
+        if row["round"] >= first:
+            by_case.setdefault((row["batch"], row["case"]), {})[row["round"]] = row
+    speed = {
+        key: statistics.median(map(tokens_per_second, of_case.values())) for key, of_case in by_case.items()
+    }
     for (batch, case), of_case in by_case.items():
         line = dict(case=case, batch=batch, rounds=len(of_case))
         for field in ("step_us", "host_busy_us", "tokens_per_step"):
             line[field] = statistics.median(row[field] for row in of_case.values())
         line["tokens_per_second"] = median_and_interval([tokens_per_second(row) for row in of_case.values()])
-        for other in sorted(
-            {name for of, name in by_case if of == batch and name.split(":")[0] in ("none", "DFLASH")}
-        ):
-            others = by_case[batch, other]
-            shared = of_case.keys() & others.keys()
-            if other != case and shared:
-                ratios = [tokens_per_second(of_case[i]) / tokens_per_second(others[i]) for i in shared]
-                line[f"ratio_to_{other}"] = median_and_interval(ratios)
+        tpot_ms = sorted(value for row in of_case.values() for value in row.get("tpot_ms", ()))
+        if tpot_ms:
+            line["tpot_ms"] = statistics.median(tpot_ms), tpot_ms[math.ceil(0.99 * len(tpot_ms)) - 1]
+        others = {name: rate for (of, name), rate in speed.items() if of == batch and name != case}
+        fixed = {name: rate for name, rate in others.items() if "auto" not in name}
+        compared = {f"ratio_to_{name}": name for name in others if name.split(":")[0] in ("none", "DFLASH")}
+        if fixed:
+            line["best"] = compared["ratio_to_best"] = max(fixed, key=fixed.__getitem__)
+        for name, other in sorted(compared.items()):
+            rows_of_other = by_case[batch, other]
+            if shared := of_case.keys() & rows_of_other.keys():
+                ratios = [tokens_per_second(of_case[i]) / tokens_per_second(rows_of_other[i]) for i in shared]
+                line[name] = median_and_interval(ratios)
         found.append(line)
     return found
 
@@ -300,6 +406,7 @@ def show_all(rows: list[dict[str, Any]], summary: list[dict[str, Any]]) -> None:
             f"{row['case']:{width}} {row['step_us']:8.0f} {row['host_busy_us']:8.0f} {device_us:10.0f} "
             f"{row['tokens_per_step']:12.2f}  {speed:>19}  {'; '.join([row['batch'], *ratios])}"
         )
+    sys.stdout.flush()
 
 
 def engine_arguments(
@@ -330,25 +437,34 @@ def engine_arguments(
     return arguments
 
 
-def batches_of(options: argparse.Namespace, turn: int) -> dict[str, list[list[int]]]:
-    """Returns the prompts of each batch of a round, by its name.
+def batches_of(options: argparse.Namespace, turn: int) -> dict[str, list[Batch]]:
+    """Returns the batches of each row of a round, by the row's name.
 
     A model gets given prompts, other ones each round. A shape gets made-up ones, the same ones each round; the shorter
     ones are prefixes of the longer ones.
     """
     if not options.shape:
         given = json.loads(options.prompts.read_text())
-        return {
-            f"batch {size}": [given[(turn * size + i) % len(given)] for i in range(size)]
+        prompts = {}
+        for size in options.batches:
+            count = math.ceil(options.least_prompts / size)
+            taken = [given[(turn * count * size + i) % len(given)] for i in range(count * size)]
+            prompts[f"batch {size}"] = [taken[i : i + size] for i in range(0, len(taken), size)]
+    else:
+        vocabulary = SHAPES[options.shape]["vocabulary"]
+        prompts = {
+            f"batch {size}, context {context}": [
+                [[3 + (17 * i + 31 * j) % (vocabulary - 3) for j in range(context)] for i in range(size)]
+            ]
+            for context in options.contexts
             for size in options.batches
         }
-    vocabulary = SHAPES[options.shape]["vocabulary"]
     return {
-        f"batch {size}, context {context}": [
-            [3 + (17 * i + 31 * j) % (vocabulary - 3) for j in range(context)] for i in range(size)
+        name + (f", T = {temperature:g}" if temperature else ""): [
+            Batch(of_batch, temperature) for of_batch in of_row
         ]
-        for context in options.contexts
-        for size in options.batches
+        for temperature in options.temperatures
+        for name, of_row in prompts.items()
     }
 
 
@@ -373,6 +489,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=[4096], help="tokens per prompt, for --shape"
     )
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument(
+        "--acceptance", type=Path, nargs="+", help="for --shape: a trace of record_trace.py per temperature"
+    )
     parser.add_argument(
         "--cases", nargs="+", default=["none", "DFLASH", "DDTREE:12", "DDTREE:32"],
         help="ALGORITHM[:N][:FIELD=VALUE]...; default: %(default)s",
@@ -382,6 +502,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=160, help="tokens per answer")
+    parser.add_argument(
+        "--least-prompts",
+        type=int,
+        default=1,
+        help="prompts of a row at least, in batches one after the other",
+    )
     parser.add_argument("--at-once", type=int, default=4, help="engines of a group")
     parser.add_argument("--rounds", type=int, default=1, help="how often each engine of a group is measured")
     parser.add_argument(
@@ -394,6 +520,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--topic", default="host-step", help="in the name of the results file")
     parser.add_argument("--output", type=Path, help="default: results/<gpu>-<date>-<commit7>-<topic>.json")
     options = parser.parse_args()
+    if options.shape is None:
+        options.contexts = [0]
     if (options.shape is None) == (options.model is None or options.drafter is None):
         parser.error("--shape: expected either it or both --model and --drafter, got neither or all of them")
     return options
@@ -410,14 +538,20 @@ def main() -> None:
         drafted = write_configs(Path(folder.name), **shape)
     batches = [batches_of(options, i) for i in range(options.rounds)]
     most = max(options.batches)
-    prompts = [prompt for of_round in batches for prompts in of_round.values() for prompt in prompts]
+    prompts = [
+        prompt
+        for of_round in batches
+        for of_row in of_round.values()
+        for batch in of_row
+        for prompt in batch.prompts
+    ]
     longest = max(map(len, prompts)) + options.tokens + 512
     plain = dict(
         model_path=drafted["model_path"], device=options.device, max_running_requests=most,
         max_total_tokens=most * longest, context_length=longest,
     ) | (
         dict(dtype="bfloat16", attention_backend=None, cuda_graph_bs_decode=options.batches,
-             mem_fraction_static=0.8, cuda_graph_backend_prefill="disabled") if cuda else dict(dtype="float32")
+             mem_fraction_static=0.8, cuda_graph_backend_prefill="disabled") if cuda else dict(dtype="float32", mem_fraction_static=0.3)
     )  # fmt: skip
     if options.shape:
         plain["load_format"] = "dummy"
@@ -437,31 +571,33 @@ def main() -> None:
     )
     output = options.output or results_path(options.topic, result)
     context = multiprocessing.get_context("spawn" if cuda else "fork")
-    turn = context.Lock()
+    turn, rows = context.Lock(), context.SimpleQueue()
     groups = []  # all processes start at once: the imports of a group take place while another one is measured
     for i in range(0, len(options.cases), options.at_once):
         cases = options.cases[i : i + options.at_once]
         may_start, stop = context.Event(), context.Event()
         ready = context.Barrier(len(cases), LastRound(stop, deadline))
-        groups.append((may_start, [
+        groups.append((may_start, ready, [
             (case, EngineProcess(engine_arguments(case, plain, drafted, options.backend), Measurement(may_start), ready,
-                                 stop, turn, batches, options))
+                                 stop, turn, rows, case, batches, options))
             for case in cases
         ]))  # fmt: skip
-    for may_start, children in groups:
+    keeper = threading.Thread(target=keep, args=(rows, result, output, options))
+    keeper.start()
+    for may_start, ready, children in groups:
         may_start.set()
-        for case, child in children:
-            try:
-                rows = child.result(START_SECONDS + 240)
-            except RuntimeError as error:
-                print(f"{case}: {error}", file=sys.stderr, flush=True)
-                continue
-            for row in rows:
-                result["results"].append(dict(case=case) | row)
-                if options.rounds == 1:
-                    show(case, row, options.kernels)
-            result["summary"] = summarize(result["results"])
-            save(result, output)  # the next engine may run into a time limit
+        while children:
+            ended = [i for i, (_, child) in enumerate(children) if child.has_ended()]
+            for i in reversed(ended):
+                case, child = children.pop(i)
+                try:
+                    child.result()
+                except RuntimeError as error:
+                    print(f"{case}: {error}", file=sys.stderr, flush=True)
+                    ready.abort()  # the others wait for it no longer
+            time.sleep(0.5)
+    rows.put(None)
+    keeper.join()
     show_all(result["results"], result.get("summary", []))
     print(f"\n{output}")
 

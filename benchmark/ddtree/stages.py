@@ -35,26 +35,38 @@ class Stages:
 
     def begin(self, batch: int, skip: int = 0) -> None:
         """Forgets what was recorded, and records steps of `batch` requests after the next `skip`."""
-        self.batch, self._skip = batch, skip
+        self.batch = batch
         self.steps, self.seconds = 0, 0.0
+        self.tokens = Counter()  # by request
         self.self_seconds, self.calls = defaultdict(float), Counter()
         self._pending, self._pending_calls = defaultdict(float), Counter()
-        self._step_began = None
+        self.skip(skip)
 
-    def step(self, requests: int) -> None:
-        """A batch of `requests` decoding requests is about to run; 0: another kind of batch."""
+    def skip(self, steps: int) -> None:
+        """Leaves out the next steps."""
+        self._skip, self._step_began, self._tokens_before = steps, None, Counter()
+
+    def step(self, emitted: dict[str, int]) -> None:
+        """Notes that a batch is about to run.
+
+        Args:
+            emitted: tokens so far of each request that decodes; empty: it is another kind of batch.
+        """
         now = time.perf_counter()
-        if self._step_began is not None and requests == self.batch:
+        whole = len(emitted) == self.batch > 0
+        if self._step_began is not None and whole:
             if self._skip > 0:
                 self._skip -= 1
             else:
                 self.steps += 1
                 self.seconds += now - self._step_began
+                self.tokens.update({name: n - self._tokens_before[name] for name, n in emitted.items()})
                 for name, seconds in self._pending.items():
                     self.self_seconds[name] += seconds
                 self.calls.update(self._pending_calls)
         self._pending, self._pending_calls = defaultdict(float), Counter()
-        self._step_began = now if requests == self.batch and requests else None
+        self._step_began = now if whole else None
+        self._tokens_before = Counter(emitted)
 
     def timed(self, stage: str, function):
         """`function`, whose self time goes to `stage`."""
@@ -128,7 +140,8 @@ def watch(scheduler, stages: Stages) -> None:
 
     @functools.wraps(run)
     def run_batch(batch, *args, **options):
-        stages.step(len(batch.reqs) if batch.forward_mode.is_decode() else 0)
+        requests = batch.reqs if batch.forward_mode.is_decode() else []
+        stages.step({request.rid: len(request.output_ids) for request in requests})
         return run(batch, *args, **options)
 
     scheduler.run_batch = run_batch

@@ -206,7 +206,7 @@ int main() {
       failed += run_recurrent<float>(each, 2, N, 1, 2, 128, 64);
       failed += run_recurrent<BFloat16>(each, 2, N, 1, 2, 64, 48);
     }
-    failed += run_recurrent<float>(static_cast<RecurrentKind>(kind), 24, 33, 4, 12, 128, 128);  // four warps
+    failed += run_recurrent<float>(static_cast<RecurrentKind>(kind), 24, 33, 4, 12, 128, 128);  // no helpers
   }
   for (const int width : {2, 3, 4, 5}) failed += run_conv(3, 21, 264, width);
   std::printf("%d cases differ\n", failed);

@@ -20,7 +20,7 @@ register_cpu_ci(est_time=5, suite="kernel")
 
 GQA = "gqa_partial_kernel<GqaTraits<__half, false, 128, 16>>"
 MLA_SM90 = "mla_sm90_partial_kernel<MlaSm90Traits<__half, true>>"
-RECURRENT = "recurrent_verify_kernel<VerifyTraits<__nv_bfloat16, 128, 3, true>>"
+RECURRENT = "recurrent_verify_kernel<VerifyTraits<__nv_bfloat16, 128, 3, true, false>>"
 INDEX = "index_logits_kernel"
 INDEX_SM90 = "index_logits_sm90_kernel"
 
@@ -143,7 +143,7 @@ def test_launch_shapes_come_from_the_traits():
     assert kernel_report.shape_of(INDEX, shapes) == (256, 4 * 64 * (256 + 4))  # 4 rows of 64 heads
     assert kernel_report.shape_of(INDEX_SM90, shapes) == (512, 4 * (64 * (256 + 4) + 4))
     assert (
-        kernel_report.shape_of(RECURRENT.replace("true", "false"), shapes)[1]
+        kernel_report.shape_of(RECURRENT.replace("true, ", "false, "), shapes)[1]
         < kernel_report.shape_of(RECURRENT, shapes)[1]
     )
     for (kind, *_), (_, shared) in shapes.items():

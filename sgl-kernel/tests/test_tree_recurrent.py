@@ -160,6 +160,22 @@ def test_64_nodes(kind, shape, device):
 
 
 @on_each_device
+@on_each_kind
+@pytest.mark.parametrize("state_dtype", [FP32, BF16])
+@pytest.mark.parametrize("nodes, bs, h_v", [(17, 1, 2), (48, 10, 4), (33, 20, 4), (64, 40, 4)])
+def test_heads_of_128(kind, state_dtype, nodes, bs, h_v, device):
+    """On CUDA, the batch decides how many warps of a block have columns of the state: 2, 4 and 8 on 132 multiprocessors."""
+    if device == "cpu" and bs > 1:
+        pytest.skip("the CPU op does not divide its work by the batch")
+    shapes = ("bush", "random", "chain", "padded", "star") * (bs // 5) if bs > 1 else ("bush",)
+    case = Case(
+        kind, device, state_dtype=state_dtype, shapes=shapes, nodes=nodes, h_k=2, h_v=h_v, d_k=128, d_v=128
+    )
+    check_verify(case)
+    check_commit(case)
+
+
+@on_each_device
 @pytest.mark.parametrize("h_k, h_v", [(1, 1), (2, 2), (2, 6)])
 @pytest.mark.parametrize("d_k, d_v", [(64, 64), (128, 128), (128, 16), (64, 80)])
 def test_heads(h_k, h_v, d_k, d_v, device):
@@ -220,12 +236,13 @@ def test_decays(kind, rate, device):
 @on_each_kind
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["q", "k", "v", "a", "b"])
-def test_poison(kind, value, where, device):
+@pytest.mark.parametrize("sizes", [{}, dict(h_k=1, h_v=2, d_k=128, d_v=128)])
+def test_poison(kind, value, where, sizes, device):
     """What is not finite in a node reaches its descendants, bit for bit nothing else."""
     nodes = 40
 
     def run(poison):
-        case = Case(kind, device, shapes=("bush", "random"), nodes=nodes, seed=3)
+        case = Case(kind, device, shapes=("bush", "random"), nodes=nodes, seed=3, **sizes)
         if poison is not None:
             getattr(case, where)[0, poison].view(-1)[0] = value
         return case, verify(case)

@@ -124,8 +124,8 @@ def launch_shapes() -> dict[tuple, tuple[int, int]]:
     """Read what the traits say about each kernel that multiplies matrices.
 
     Returns (kernel, type, fp8, head size, tile height or warpgroups) -> (threads, dynamic shared bytes); for recurrent
-    verify the key is ("recurrent", type of the state, decay per channel, d_k, tiles of nodes), for the index logits
-    ("index", type, 0, head size, keys per tile).
+    verify the key is ("recurrent" or "recurrent_wide", type of the state, decay per channel, d_k, tiles of nodes), for
+    the index logits ("index" or "index_sm90", type, 0, head size, keys per tile).
     """
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/launch_shapes"
@@ -148,15 +148,11 @@ def shape_key(name: str) -> tuple | None:
     if match := re.search(r"(\w+)Traits<(\w+), (true|false)(?:, (\d+), (\d+))?>", name):
         kind, element, fp8, *sizes = match.groups()
         return kinds[kind], element, flag[fp8], *(int(size or 0) for size in sizes)
-    if match := re.search(r"VerifyTraits<(\w+), (\d+), (\d+), (true|false)>", name):
-        state, d_k, tiles, channel = match.groups()
-        return "recurrent", state, flag[channel], int(d_k), int(tiles)
+    if match := re.search(r"VerifyTraits<(\w+), (\d+), (\d+), (true|false), (true|false)>", name):
+        state, d_k, tiles, channel, wide = match.groups()
+        return "recurrent_wide" if flag[wide] else "recurrent", state, flag[channel], int(d_k), int(tiles)
     if match := re.fullmatch(r"index_logits(_sm90)?_kernel", name):
-        return (
-            ("index_sm90", "__nv_bfloat16", 0, 128, 64)
-            if match[1]
-            else ("index", "__nv_bfloat16", 0, 128, 32)
-        )
+        return f"index{match[1] or ''}", "__nv_bfloat16", 0, 128, 64 if match[1] else 32
     return None
 
 

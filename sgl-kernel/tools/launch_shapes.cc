@@ -44,10 +44,12 @@ void print_all(const char* type) {
   std::printf("mla_sm90 %s %d 0 0 %d %d\n", type, kFp8, MlaSm90::kThreads, MlaSm90::kSharedBytes);
 }
 
-template <typename State, int kDk, int kTiles, bool kChannel>
+template <typename State, int kDk, int kTiles, bool kChannel, bool kWide = false>
 void print_recurrent(const char* state) {
-  using Traits = VerifyTraits<State, kDk, kTiles, kChannel>;
-  std::printf("recurrent %s %d %d %d %d %d\n", state, kChannel, kDk, kTiles, Traits::kThreads, Traits::kSharedBytes);
+  using Traits = VerifyTraits<State, kDk, kTiles, kChannel, kWide>;
+  std::printf("recurrent%s %s %d %d %d %d %d\n", kWide ? "_wide" : "", state, kChannel, kDk, kTiles, Traits::kThreads,
+              Traits::kSharedBytes);
+  if constexpr (!kWide && !kChannel && kTiles > 1) print_recurrent<State, kDk, kTiles, kChannel, true>(state);
 }
 
 template <typename State, int kDk, bool kChannel>

@@ -94,6 +94,15 @@ class TestBudget(CustomTestCase):
                     server.run(bs, 200)
                     self.assertGreater(server.efficiency(bs, server.run(bs, 1500)), 0.98)
 
+    def test_probes_of_much_worse_widths_are_rare(self):
+        """At these batch sizes a wide verify takes several times as long as a narrow one."""
+        for bs in (16, 32):
+            for kept in (0.2, 1.0):
+                with self.subTest(bs=bs, kept=kept):
+                    server = Simulation(kept=kept)
+                    server.run(bs, 200)
+                    self.assertGreater(server.efficiency(bs, server.run(bs, 1000)), 0.995)
+
     def test_wrong_times_are_corrected_within_200_steps(self):
         generator = random.Random(7)
         for trial in range(12):

@@ -160,7 +160,10 @@ class TestRefused(CheckCase):
 
     def test_targets(self):
         for family, text in (
-            ("MiniMax-M2", "with set_dflash_layers_to_capture(), got MiniMaxM2ForCausalLM"),
+            (
+                "MiniMax-M2",
+                "a model with set_dflash_layers_to_capture(), which gives a drafter its hidden states, got MiniMaxM2ForCausalLM",
+            ),
             ("MiniMax-M3", "got the indexer of MiniMax's sparse attention"),
             ("GLM-5", "got the indexer of DeepSeek's sparse attention (DSA)"),
             ("DeepSeek-V4", "got DeepSeek-V4's compressed attention"),

@@ -19,7 +19,7 @@ VOCABULARY = 12
 
 
 def step(bs, block_size, num_candidates, num_nodes, width, pairs=False, seed=0):
-    """A draft and a verify of made-up logits: (trees, candidates, scores, accepted)."""
+    """A draft and a verify of random logits: (trees, candidates, scores, accepted)."""
     generator = torch.Generator().manual_seed(seed)
     every = 2 * torch.randn(bs, block_size - 1, VOCABULARY, generator=generator)
     logits, candidates = every.topk(num_candidates)
@@ -113,8 +113,6 @@ class TestExpectation(CustomTestCase):
 
 
 def compare_kernels():
-    from sglang.srt.speculative.ddtree import expectation
-
     for bs, block_size, num_candidates, widths, width, pairs in (
         (4, 5, 3, (1, 5, 12), 12, False),
         (3, 8, 8, (1, 8, 16, 40), 16, True),
@@ -123,7 +121,7 @@ def compare_kernels():
         trees, candidates, scores, accepted = step(bs, block_size, num_candidates, widths[-1], width, pairs)
         rows = torch.arange(bs).flip(0)
         results = []
-        for on_card in (False, True):
+        for in_kernel in (False, True):
             found = Expectation(
                 widths=widths,
                 max_requests=bs,
@@ -132,19 +130,11 @@ def compare_kernels():
                 device="cpu",
             )
             found.factors.copy_(torch.linspace(0.3, 1.4, found.factors.numel()).view_as(found.factors))
-            predict = expectation._predict_on_card if on_card else expectation._predict
-            count = expectation._count_on_card if on_card else expectation._count
-            predict(
-                trees,
-                candidates.tokens,
-                scores,
-                found.factors,
-                found._widths,
-                found.ranks,
-                found.probabilities,
-                found.report,
-            )
-            count(trees, accepted, rows, width, found.ranks, found.probabilities, found.totals, found.report)
+            found.scores.copy_(scores)
+            predict = found._predict_in_kernel if in_kernel else found._predict_in_torch
+            count = found._count_in_kernel if in_kernel else found._count_in_torch
+            predict(trees, candidates.tokens)
+            count(trees, accepted, rows, width)
             results.append(found)
         ours, theirs = results
         assert torch.equal(ours.ranks, theirs.ranks)

@@ -88,7 +88,7 @@ class TestWidths(ArgumentsCase):
             (dict(speculative_ddtree_budget="1"), "--speculative-ddtree-budget: expected 2 to 256, got 1"),
             (
                 dict(speculative_ddtree_budget="16", speculative_num_draft_tokens=32),
-                "--speculative-ddtree-budget: expected --speculative-num-draft-tokens, which is 32, or 'auto', got 16",
+                "--speculative-ddtree-budget: expected 'auto' or 32, as --speculative-num-draft-tokens, got 16",
             ),
             (
                 dict(speculative_ddtree_budget="auto", speculative_ddtree_verify="validate"),
@@ -104,7 +104,7 @@ class TestWidths(ArgumentsCase):
             ),
             (
                 dict(speculative_ddtree_trace="trace", dp_size=2),
-                "--speculative-ddtree-trace: expected --dp-size 1 with it, got 2",
+                "--speculative-ddtree-trace: expected --dp-size 1, got 2",
             ),
         ):
             with self.subTest(arguments), self.assertRaisesRegex(ValueError, message):
@@ -179,11 +179,11 @@ class TestRefusals(ArgumentsCase):
     def test_own_arguments_without_the_algorithm(self):
         plain = dict(speculative_algorithm=None, speculative_draft_model_path=None)
         self.refused(
-            "--speculative-ddtree-verify: expected --speculative-algorithm DDTREE with it, got None",
+            "--speculative-ddtree-verify 'triton': expected --speculative-algorithm DDTREE, got None",
             speculative_ddtree_verify="triton", **plain,
         )  # fmt: skip
         self.refused(
-            "--speculative-ddtree-top1-path: expected --speculative-algorithm DDTREE with it, got 'NGRAM'",
+            "--speculative-ddtree-top1-path 'keep': expected --speculative-algorithm DDTREE, got 'NGRAM'",
             speculative_ddtree_top1_path="keep", **plain | dict(speculative_algorithm="NGRAM"),
         )  # fmt: skip
         self.resolve(**plain)

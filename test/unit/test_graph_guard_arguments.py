@@ -41,9 +41,7 @@ class ArgumentsTest(unittest.TestCase):
     def test_on_by_default_and_transparent_outside_a_capture(self):
         with (
             mock.patch("sglang.srt.runtime_context.get_exec", flags),
-            mock.patch.object(
-                graph_guard.stream_order, "enable_record_stream_reuse", return_value=True
-            ) as reuse,
+            mock.patch.object(graph_guard, "enable_record_stream_reuse", return_value=True) as reuse,
             mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
         ):
             guarded = graph_guard.guard_capture(lambda: "out", object(), 4)

@@ -5,8 +5,9 @@ import unittest
 import torch
 from sglang.srt.model_executor.graph_guard.differential import GraphDiff, _MatchedOps
 from sglang.srt.model_executor.graph_guard.dispatch import GuardMode
-from sglang.srt.model_executor.graph_guard.race_detector import RaceReport, Recorder
-from sglang.srt.model_executor.graph_guard.stream_order import CudaStreams, StreamSafeCapture
+from sglang.srt.model_executor.graph_guard.race_detector import Recorder
+from sglang.srt.model_executor.graph_guard.race_report import RaceReport
+from sglang.srt.model_executor.graph_guard.stream_safe_capture import CudaStreams, StreamSafeCapture
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=12, suite="unit")

@@ -10,12 +10,9 @@ from pathlib import Path
 import torch
 from sglang.srt.model_executor.graph_guard import race_detector
 from sglang.srt.model_executor.graph_guard.happens_before import LIVE, REUSE
-from sglang.srt.model_executor.graph_guard.race_detector import (
-    RaceReport,
-    Recorder,
-    region_of,
-    written_parameters,
-)
+from sglang.srt.model_executor.graph_guard.race_detector import Recorder, region_of
+from sglang.srt.model_executor.graph_guard.race_report import RaceReport
+from sglang.srt.model_executor.graph_guard.triton_stores import written_parameters
 from sglang.test.ci.ci_register import register_cpu_ci
 from support.op_schemas import RETURN_OPERANDS
 

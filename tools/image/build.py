@@ -71,7 +71,7 @@ def check_host(target: str, store: Path) -> None:
     free = shutil.disk_usage(store).free
     if free < FREE_BYTES[target]:
         raise ToolError(
-            f"the {target} image needs {FREE_BYTES[target] >> 30} GiB free at {store}, which has {free >> 30}: make room."
+            f"the {target} image needs {FREE_BYTES[target] >> 30} GiB free at {store}, which has {free >> 30} GiB: make room."
         )
 
 

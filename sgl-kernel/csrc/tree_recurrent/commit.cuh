@@ -23,25 +23,33 @@ struct CommitTraits {
   static constexpr int kDecays = kChannel ? kDk : 1;                // per token
 };
 
-// kCount neighbouring values, 16 bytes at a time where they are contiguous.
-template <typename State, int kCount>
-__device__ __forceinline__ void load_values(const State* at, int64_t stride, float (&x)[kCount]) {
+// kVectorBytes of neighbouring values, at once where they are contiguous. That access is in assembly, because the
+// compiler would merge it with the other one: into loads and stores of single values.
+template <typename State>
+__device__ __forceinline__ uint4 load_values(const State* at, int64_t stride) {
+  uint4 values;
   if (stride == 1) {
-    unpack<State>(*reinterpret_cast<const uint4*>(at), x);
-    return;
-  }
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
+                 : "l"(at)
+                 : "memory");
+  } else {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) x[i] = float(at[i * stride]);
+    for (int i = 0; i < kVectorBytes / int(sizeof(State)); ++i) reinterpret_cast<State*>(&values)[i] = at[i * stride];
+  }
+  return values;
 }
 
-template <typename State, int kCount>
-__device__ __forceinline__ void store_values(State* at, int64_t stride, const float (&x)[kCount]) {
+template <typename State>
+__device__ __forceinline__ void store_values(State* at, int64_t stride, uint4 values) {
   if (stride == 1) {
-    *reinterpret_cast<uint4*>(at) = pack<State>(x);
-    return;
-  }
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(values.x), "r"(values.y), "r"(values.z),
+                 "r"(values.w)
+                 : "memory");
+  } else {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) at[i * stride] = State(x[i]);
+    for (int i = 0; i < kVectorBytes / int(sizeof(State)); ++i) at[i * stride] = reinterpret_cast<State*>(&values)[i];
+  }
 }
 
 // What up to kCommitSteps tokens of the path do to a block's columns.
@@ -102,8 +110,9 @@ __global__ void __launch_bounds__(kCommitThreads, 6)
   const int channel = threadIdx.x % Traits::kLanes * kChannels;
   const int first_column = slice * Traits::kColumns, local_column = threadIdx.x / Traits::kLanes * kRows;
   const bool active = first_column + local_column < p.d_v;
+  uint4 loaded[kRows];  // not unpacked before the tokens are loaded too, so that both loads take place at once
   float state[kRows][kChannels];
-  // Calls f(values of a column, their address, stride of the channels). The compiler must not see that the strides are
+  // Calls f(column, address of its values, stride of the channels). The compiler must not see that the strides are
   // the same for loads and stores: it would keep all addresses in registers from the one to the other.
   const auto for_columns = [&](int64_t of_slot, auto f) {
     int64_t stride_v = p.states.stride_v, stride_k = p.states.stride_k;
@@ -112,17 +121,23 @@ __global__ void __launch_bounds__(kCommitThreads, 6)
                 of_slot * p.states.stride_slot + head * p.states.stride_h + (first_column + local_column) * stride_v +
                 channel * stride_k;
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) f(state[row], at + row * stride_v, stride_k);
+    for (int row = 0; row < kRows; ++row) f(row, at + row * stride_v, stride_k);
   };
-  const auto load = [](float (&x)[kChannels], const State* at, int64_t stride) { load_values(at, stride, x); };
-  const auto store = [](float (&x)[kChannels], State* at, int64_t stride) { store_values(at, stride, x); };
+  const auto load = [&](int row, const State* at, int64_t stride) { loaded[row] = load_values(at, stride); };
+  const auto store = [&](int row, State* at, int64_t stride) { store_values(at, stride, pack<State>(state[row])); };
 
   if (active) for_columns(slot, load);
+  tokens.load(p, 0, min(length, kCommitSteps), head, first_column);
+  __syncthreads();
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) unpack<State>(loaded[row], state[row]);
   for (int first = 0; first < length; first += kCommitSteps) {
     const int count = min(length - first, kCommitSteps);
-    if (first) __syncthreads();  // the tokens before are read
-    tokens.load(p, first, count, head, first_column);
-    __syncthreads();
+    if (first) {
+      __syncthreads();  // the tokens before are read
+      tokens.load(p, first, count, head, first_column);
+      __syncthreads();
+    }
     if (!active) continue;
 #pragma unroll 1
     for (int step = 0; step < count; ++step) {

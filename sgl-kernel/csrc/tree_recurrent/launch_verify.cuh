@@ -6,16 +6,16 @@
 
 namespace ddtree {
 
-// Warps per block that have columns of the state. More share the work on A and M; fewer spread a small batch over the
-// multiprocessors.
+// Warps per block that have columns of the state: as many as share the work on A and M best, or as few as spread a small
+// batch over the multiprocessors.
 template <typename Traits>
 int choose_column_warps(const RecurrentVerifyParams& p, int multiprocessors) {
   const auto blocks = [&](int warps) {
     const int columns = kColumnsPerWarp * warps;
     return int64_t(p.bs) * p.h_v * ((p.d_v + columns - 1) / columns);
   };
-  int warps = Traits::kColumnWarps;
-  while (warps > 2 && blocks(warps) < 2 * multiprocessors) warps /= 2;
+  int warps = 2;
+  while (warps < Traits::kColumnWarps && kColumnsPerWarp * warps < p.d_v && blocks(warps) > multiprocessors) warps *= 2;
   return warps;
 }
 
@@ -32,17 +32,31 @@ cudaError_t launch_traits(const RecurrentVerifyParams& p, cudaStream_t stream) {
   const dim3 grid((p.d_v + columns - 1) / columns, p.h_v, p.bs);
   // Where a multiprocessor has one block, helpers cost nothing.
   const bool few = int64_t(grid.x) * grid.y * grid.z <= multiprocessors;
-  const int warps = few ? kVerifyWarps : column_warps;
+  const int warps = few ? Traits::kAllWarps : column_warps;
   recurrent_verify_kernel<Traits><<<grid, 32 * warps, shared, stream>>>(p, column_warps);
   return cudaGetLastError();
 }
 
+template <typename State, int kDk, int kTiles, bool kChannel>
+cudaError_t launch_tiles(const RecurrentVerifyParams& p, cudaStream_t stream) {
+  if constexpr (!kChannel && kTiles > 1) {
+    int device = 0, major = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (status != cudaSuccess) return status;
+    if (major == 9 && p.d_v > 4 * kColumnsPerWarp) {
+      return launch_traits<VerifyTraits<State, kDk, kTiles, false, true>>(p, stream);
+    }
+  }
+  return launch_traits<VerifyTraits<State, kDk, kTiles, kChannel, false>>(p, stream);
+}
+
 template <typename State, int kDk, bool kChannel>
 cudaError_t launch_nodes(const RecurrentVerifyParams& p, cudaStream_t stream) {
-  if (p.num_nodes <= 16) return launch_traits<VerifyTraits<State, kDk, 1, kChannel>>(p, stream);
-  if (p.num_nodes <= 32) return launch_traits<VerifyTraits<State, kDk, 2, kChannel>>(p, stream);
-  if (p.num_nodes <= 48) return launch_traits<VerifyTraits<State, kDk, 3, kChannel>>(p, stream);
-  return launch_traits<VerifyTraits<State, kDk, 4, kChannel>>(p, stream);
+  if (p.num_nodes <= 16) return launch_tiles<State, kDk, 1, kChannel>(p, stream);
+  if (p.num_nodes <= 32) return launch_tiles<State, kDk, 2, kChannel>(p, stream);
+  if (p.num_nodes <= 48) return launch_tiles<State, kDk, 3, kChannel>(p, stream);
+  return launch_tiles<State, kDk, 4, kChannel>(p, stream);
 }
 
 template <typename State, bool kChannel>

@@ -150,7 +150,8 @@ struct VerifyBlock {
   __device__ __forceinline__ char* q_row(int row) const { return smem + Traits::kQOffset + row * Traits::kRowBytes; }
   __device__ __forceinline__ char* decay_row(int row) const { return smem + Traits::kDecayOffset + row * kDk * 4; }
   __device__ __forceinline__ float* diagonal(int tile) const {
-    return reinterpret_cast<float*>(smem + Traits::kDiagonalOffset) + tile * 256;
+    char* base = Traits::kWide ? reinterpret_cast<char*>(stashed_by(0, 0)) : smem + Traits::kDiagonalOffset;
+    return reinterpret_cast<float*>(base) + tile * 256;
   }
   // part 0, 1: A's; 2, 3: M's.
   __device__ __forceinline__ char* block(int part, int index) const {
@@ -356,7 +357,12 @@ struct VerifyBlock {
       if (task >= kTiles) {
         for (i = 1, j = task - kTiles; j >= i; ++i) j -= i;
       }
-      make_block(i, j);
+      if constexpr (!Traits::kWide) {
+        make_block<true, true>(i, j);
+      } else {  // apart, for want of registers
+        if (delta) make_block<true, false>(i, j);
+        make_block<false, true>(i, j);
+      }
       if (delta && i == j) {
         __syncwarp();
         invert_diagonal(i);
@@ -364,10 +370,12 @@ struct VerifyBlock {
     }
   }
 
+  // A block of A, of M, or of both.
+  template <bool kOfA, bool kOfM>
   __device__ __forceinline__ void make_block(int i, int j) const {
     const int g = lane / 4, c = lane & 3;
     float of_k[2][4] = {}, of_q[2][4] = {};
-#pragma unroll
+#pragma unroll(Traits::kWide ? 2 : kDk / 32)
     for (int step = 0; step < kDk / 32; ++step) {
       const int at = chunk_offset(g, 4 * step + c);  // rows g, g + 8, g + 16 ... are swizzled alike
       const uint4 y0 = *reinterpret_cast<const uint4*>(k_row(16 * j + g) + at);
@@ -381,8 +389,8 @@ struct VerifyBlock {
         mma_m16n8k16<__nv_bfloat16>(d[0], second, y0.z, y0.w);
         mma_m16n8k16<__nv_bfloat16>(d[1], second, y1.z, y1.w);
       };
-      if (delta) accumulate(of_k, k_row(16 * i + g));
-      accumulate(of_q, q_row(16 * i + g));
+      if (kOfA && delta) accumulate(of_k, k_row(16 * i + g));
+      if (kOfM) accumulate(of_q, q_row(16 * i + g));
     }
 
     const int index = block_index(i, j);
@@ -406,9 +414,11 @@ struct VerifyBlock {
           *reinterpret_cast<uint32_t*>(block(part, index) + at) = hi;
           *reinterpret_cast<uint32_t*>(block(part + 1, index) + at) = lo;
         };
-        const float q_factor = nodes.q_factor[t];
-        store(2, mask & 1 ? q_factor * x0 * of_q[h][2 * r] : 0.f, mask & 2 ? q_factor * x1 * of_q[h][2 * r + 1] : 0.f);
-        if (!delta) continue;
+        if constexpr (kOfM) {
+          const float q = nodes.q_factor[t];
+          store(2, mask & 1 ? q * x0 * of_q[h][2 * r] : 0.f, mask & 2 ? q * x1 * of_q[h][2 * r + 1] : 0.f);
+        }
+        if (!kOfA || !delta) continue;
         const float factor = nodes.k_factor[t] * nodes.beta[t];
         const float a0 = checked(mask & 1 && s != t ? factor * x0 * of_k[h][2 * r] : 0.f, t);
         const float a1 = checked(mask & 2 && s + 1 != t ? factor * x1 * of_k[h][2 * r + 1] : 0.f, t);
@@ -548,6 +558,22 @@ struct VerifyBlock {
     }
   }
 
+  // This lane's part of u of a tile, kept for the tiles after it.
+  __device__ __forceinline__ uint4* stashed(int tile) const { return stashed_by(warp, tile) + lane; }
+  __device__ __forceinline__ uint4* stashed_by(int of_warp, int tile) const {
+    char* base = smem + Traits::kSlabOffset + kNodes * slab_pitch(column_warps);
+    return reinterpret_cast<uint4*>(base + (of_warp * (kTiles - 1) + tile) * kStashBytes);
+  }
+  __device__ __forceinline__ void stash(int tile, const uint32_t (&hi)[4], const uint32_t (&lo)[4]) const {
+    stashed(tile)[0] = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+    stashed(tile)[32] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+  }
+  __device__ __forceinline__ void unstash(int tile, uint32_t (&hi)[4], uint32_t (&lo)[4]) const {
+    const uint4 x = stashed(tile)[0], y = stashed(tile)[32];
+    hi[0] = x.x, hi[1] = x.y, hi[2] = x.z, hi[3] = x.w;
+    lo[0] = y.x, lo[1] = y.y, lo[2] = y.z, lo[3] = y.w;
+  }
+
   // An accumulator [16 columns, 16 nodes] as an A operand in two parts.
   __device__ __forceinline__ static void split_operand(const float (&d)[2][4], uint32_t (&hi)[4], uint32_t (&lo)[4]) {
 #pragma unroll
@@ -602,7 +628,8 @@ struct VerifyBlock {
     stmatrix_x4_trans(smem_address(slab(16 * tile + (lane >> 4) * 8 + (lane & 7)) + (lane >> 3 & 1) * 16), raw);
   }
 
-  // k S_0 and q S_0 of a tile of nodes for this warp's columns.
+  // k S_0, q S_0 or both of a tile of nodes for this warp's columns.
+  template <bool kOfK, bool kOfQ>
   __device__ __forceinline__ void multiply_state(int tile, const StateFragment<typename Traits::State, kDk>& state,
                                                  float (&of_k)[2][4], float (&of_q)[2][4]) const {
     constexpr bool kSplit = StateFragment<typename Traits::State, kDk>::kSplit;
@@ -610,7 +637,10 @@ struct VerifyBlock {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) of_k[h][e] = of_q[h][e] = 0.f;
+      for (int e = 0; e < 4; ++e) {
+        if constexpr (kOfK) of_k[h][e] = 0.f;
+        if constexpr (kOfQ) of_q[h][e] = 0.f;
+      }
     }
 #pragma unroll
     for (int i = 0; i < kDk / 32; ++i) {
@@ -646,24 +676,38 @@ struct VerifyBlock {
             mma_m16n8k16<__nv_bfloat16>(d, hi[1], low.z, low.w);
           }
         };
-        if (delta) accumulate(of_k[h], k_row(row), k_low);
-        accumulate(of_q[h], q_row(row), q_low);
+        if (kOfK && delta) accumulate(of_k[h], k_row(row), k_low);
+        if constexpr (kOfQ) accumulate(of_q[h], q_row(row), q_low);
       }
     }
   }
 
-  // U and O of this warp's columns, a tile of nodes after the other; o stays in the slab.
-  // of_k and of_q come with the products of the first tile.
+  // U and O of this warp's columns, a tile of nodes after the other; o stays in the slab. If kStateFirst, of_k and of_q
+  // come with the products of the first tile.
   __device__ __forceinline__ void solve(const StateFragment<typename Traits::State, kDk>& state, int column,
                                         float (&of_k)[2][4], float (&of_q)[2][4]) const {
     const int g = lane / 4, c = lane & 3;
     const float skip = p.skip.data ? load_float(p.skip, 0, head) : 0.f;
     NodeSet bad = node_set(nodes.bad);
-    uint32_t u_hi[kTiles][4], u_lo[kTiles][4];
+    uint32_t u_hi[Traits::kWide ? 1 : kTiles][4], u_lo[Traits::kWide ? 1 : kTiles][4];
+    // Adds u of tile j times a block.
+    const auto add_product = [&](float (&d)[2][4], int i, int j, int part) {
+      if constexpr (Traits::kWide) {
+        if (j < i) {
+          uint32_t hi[4], lo[4];
+          unstash(j, hi, lo);
+          multiply(d, hi, lo, part, block_index(i, j));
+        } else {
+          multiply(d, u_hi[0], u_lo[0], part, block_index(i, j));
+        }
+      } else {
+        multiply(d, u_hi[j], u_lo[j], part, block_index(i, j));
+      }
+    };
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       float v[2][4], u[2][4];
-      if (i > 0) multiply_state(i, state, of_k, of_q);
+      if (i > 0 || !Traits::kStateFirst) multiply_state<true, !Traits::kWide>(i, state, of_k, of_q);
       read_v(i, v);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -678,7 +722,7 @@ struct VerifyBlock {
       uint32_t bad_here = drop_bad(u, uint32_t(bad >> 16 * i) & 0xffff);
       if (delta) {
 #pragma unroll
-        for (int j = 0; j < i; ++j) multiply(u, u_hi[j], u_lo[j], 0, block_index(i, j));
+        for (int j = 0; j < i; ++j) add_product(u, i, j, 0);
         uint32_t hi[4], lo[4];
         split_operand(u, hi, lo);
 #pragma unroll
@@ -690,24 +734,40 @@ struct VerifyBlock {
         bad_here = drop_bad(u, bad_here);
       }
       bad |= NodeSet(bad_here) << 16 * i;
-      split_operand(u, u_hi[i], u_lo[i]);
-
+      split_operand(u, u_hi[Traits::kWide ? 0 : i], u_lo[Traits::kWide ? 0 : i]);
+      if (Traits::kWide && i + 1 < kTiles) stash(i, u_hi[0], u_lo[0]);
       float o[2][4];
+      const auto keep_u = [&](int h, int e) {
+        const int local = 8 * h + 2 * c + (e & 1), n = 16 * i + local;
+        if (n < p.num_nodes) {
+          p.u_kept[((row0 + n) * p.h_v + head) * p.d_v + column + g + 4 * (e & 2)] =
+              bad_here >> local & 1 ? quiet_nan() : u[h][e] * nodes.k_factor[n];
+        }
+      };
+      const auto begin_o = [&](int h, int e) {
+        const int n = 16 * i + 8 * h + 2 * c + (e & 1);
+        o[h][e] = (Traits::kChannel ? 1.f : nodes.decay[n]) * nodes.q_factor[n] * of_q[h][e];
+        if (p.skip.data) o[h][e] += skip * v[h][e];
+      };
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int local = 8 * h + 2 * c + (e & 1), n = 16 * i + local;
-          o[h][e] = (Traits::kChannel ? 1.f : nodes.decay[n]) * nodes.q_factor[n] * of_q[h][e];
-          if (p.skip.data) o[h][e] += skip * v[h][e];
-          if (n < p.num_nodes) {
-            p.u_kept[((row0 + n) * p.h_v + head) * p.d_v + column + g + 4 * (e & 2)] =
-                bad_here >> local & 1 ? quiet_nan() : u[h][e] * nodes.k_factor[n];
-          }
+          if constexpr (!Traits::kWide) begin_o(h, e);
+          keep_u(h, e);
+        }
+      }
+      if constexpr (Traits::kWide) {  // only now, for want of registers
+        multiply_state<false, true>(i, state, of_k, of_q);
+        if (p.skip.data) read_v(i, v);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) begin_o(h, e);
         }
       }
 #pragma unroll
-      for (int j = 0; j <= i; ++j) multiply(o, u_hi[j], u_lo[j], 2, block_index(i, j));
+      for (int j = 0; j <= i; ++j) add_product(o, i, j, 2);
       if (bad) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -771,17 +831,14 @@ __global__ void __maxnreg__(Traits::kRegisters)
   } else {
     if (Traits::kStateFirst && active) {
       state.split();
-      block.multiply_state(0, state, of_k, of_q);
+      block.template multiply_state<true, true>(0, state, of_k, of_q);
     }
     block.make_system();
   }
   __syncthreads();
 
   if (!active) return;
-  if constexpr (!Traits::kStateFirst) {
-    state.split();
-    block.multiply_state(0, state, of_k, of_q);
-  }
+  if constexpr (!Traits::kStateFirst) state.split();
   block.solve(state, column, of_k, of_q);
   block.store_o(column);
 }

@@ -38,7 +38,7 @@ def choose_threads(argv: list[str]) -> None:
     ranks = _ranks(argv)
     threads = max(1, round(allowed - busy) // ranks)
     os.environ[COUNT] = str(threads)
-    # Where it is news, as a warning: nobody has configured logging yet, and only warnings are shown.
+    # A warning if some cores stay unused: logging is not configured yet, so only warnings are shown.
     logger.log(
         logging.WARNING if threads * ranks < len(cores) else logging.INFO,
         "CPU threads: %d for each of %d rank(s); this process may use %.3g of %d cores, and %.1f were busy. "
@@ -48,7 +48,7 @@ def choose_threads(argv: list[str]) -> None:
 
 
 def _quota() -> float:
-    """Cores that the cgroup grants; infinite without a limit."""
+    """Return the cores that the cgroup grants; infinite without a limit."""
     try:
         quota, period = _QUOTA.read_text().split()
     except (OSError, ValueError):
@@ -57,7 +57,7 @@ def _quota() -> float:
 
 
 def _busy(cores: set[int]) -> float:
-    """How many of `cores` other work occupies, by a sample of SAMPLE_SECONDS; 0 where the system does not tell."""
+    """Return how many of `cores` were busy during a sample of SAMPLE_SECONDS; 0 if the system does not say."""
     before = _times()
     time.sleep(SAMPLE_SECONDS)
     after = _times()
@@ -69,7 +69,7 @@ def _busy(cores: set[int]) -> float:
 
 
 def _times() -> dict[int, tuple[int, int]]:
-    """Per core: its idle time and all of its time, in clock ticks since the system started."""
+    """Return the idle time and the total time of each core, in clock ticks since the system started."""
     try:
         lines = _STATISTICS.read_text().splitlines()
     except OSError:
@@ -85,7 +85,7 @@ def _times() -> dict[int, tuple[int, int]]:
 
 
 def _ranks(argv: list[str]) -> int:
-    """Processes among which the command line divides the model or its requests."""
+    """Return the number of processes among which the command line divides the model or its requests."""
     ranks = 1
     for names in (("--tp-size", "--tensor-parallel-size", "--tp"), ("--dp-size", "--data-parallel-size", "--dp"),
                   ("--pp-size", "--pipeline-parallel-size", "--pp")):  # fmt: skip
@@ -95,7 +95,7 @@ def _ranks(argv: list[str]) -> int:
 
 
 def option_value(argv: list[str], *names: str) -> str | None:
-    """The value that a command line gives to an option, or None. The last one counts, as in argparse.
+    """Return the value that a command line gives to an option, or None. The last one counts, as in argparse.
 
     Args:
         argv: the command line without the program.

@@ -165,7 +165,7 @@ def left_out() -> list[Row]:
     removed = [p for r in records if r["verb"] == "remove" for p in r["paths"]]
     back = [pattern for pattern in removed if list(layout.site_packages().glob(pattern))]
     if back:
-        return [Row("left out", FAIL, f"{', '.join(back)}: expected to be removed, found")]
+        return [Row("left out", FAIL, f"{', '.join(back)}: expected to be removed, but found")]
     saved = sum(record["bytes"] for record in records)
     return [Row("left out", OK, f"{saved / 1e9:.2f} GB by {len(records)} rules", {"rules": records})]
 

@@ -1,7 +1,7 @@
 """Refuses the requests that would end the server.
 
-Upstream's scheduler trusts what its tokenizer managers send. If one request raises there, the server ends for everybody.
-These rules hold for the requests of every endpoint, before they are sent. Upstream answers the ValueError with status 400.
+Upstream's scheduler trusts what its tokenizer managers send. If one request raises an exception there, the whole server
+ends. These rules apply to the requests of every endpoint before they are sent. Upstream turns a ValueError into status 400.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LARGEST_FLOAT = float(np.finfo(np.float32).max)
 # Logits stay finite with these, whatever the temperature. An infinite one makes the probabilities of its row NaN.
 LARGEST_BIAS = 1e30
 SMALLEST_REPETITION_PENALTY = 1e-20
-# Not checked against a declared type: tensors, what is checked by itself, and what only a plug-in reads.
+# Not checked against a declared type: tensors, fields with a check of their own, and what only a plug-in reads.
 UNTYPED = (
     "input_ids",
     "input_embeds",
@@ -51,12 +51,12 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 def check_request(request: GenerateReqInput | EmbeddingReqInput) -> None:
     """Refuse a request that would end the tokenizer manager itself.
 
-    Such a request has more samples than MAX_SAMPLES, of which a list is made, or labels that the metrics do not have.
+    Such a request asks for more than MAX_SAMPLES samples, which go into a list, or has labels that the metrics lack.
 
     Args:
-        request: the request as it came.
+        request: the request as the client sent it.
     Raises:
-        ValueError: the request breaks a rule. The text names the field, what was expected and what came.
+        ValueError: the request breaks a rule. The text names the field, what was expected and what was given.
     """
     parameters = request.sampling_params
     for one in parameters if isinstance(parameters, list) else [parameters]:
@@ -81,7 +81,7 @@ def check_tokenized(
         request: the request as it will be sent, without its time statistics.
         model_config: of the served model. Its vocabulary and its hidden size bound the prompt.
     Raises:
-        ValueError: the request breaks a rule. The text names the field, what was expected and what came.
+        ValueError: the request breaks a rule. The text names the field, what was expected and what was given.
     """
     vocab_size = model_config.vocab_size
     parameters = request.sampling_params

@@ -72,7 +72,7 @@ TOKENS_PER_COPY_BLOCK = (
 
 
 def chain_ancestors(num_nodes: int, causal: bool, device: torch.device | str) -> torch.Tensor:
-    """Make the ancestor words of a block that is no tree.
+    """Make the ancestor words of a draft block.
 
     Args:
         num_nodes: positions of the block.
@@ -435,7 +435,7 @@ class TritonDraftBackend(PerRequestGraphBuffersMixin, TritonAttnBackend):
 class WindowMask:
     """The mask of layers with a sliding window, for upstream's extend kernel (SGLang 0.5.23).
 
-    Upstream counts the window back from a node's number. A node's position is its depth, which is smaller.
+    Upstream counts the window back from a node's index. But a node's position is its depth, which may be smaller.
 
     Args:
         window: tokens that a node sees before itself.
@@ -617,10 +617,10 @@ class TorchNativeTreeVerify(TreeVerifyMixin, TorchNativeAttnBackend):
 def with_block_attention(
     backend: AttentionBackend, runner: ModelRunner, *, block_size: int, draft_window: int | None = None
 ) -> AttentionBackend:
-    """Wrap the drafter's backend if it is upstream's Triton backend: its block runs on the tree ops.
+    """Wrap the drafter's backend if it is upstream's Triton backend, so that its block runs on the tree ops.
 
-    A draft block is a tree that hides nothing, or a chain where the drafter is causal. What the tree ops do not
-    cover stays on Triton.
+    To the tree ops, a draft block is a tree in which every node sees all others, or a chain if the drafter is causal.
+    Attention that they do not cover stays on Triton.
 
     Args:
         backend: of `runner`, after its construction and before graph capture.

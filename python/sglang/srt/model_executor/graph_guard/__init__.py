@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.model_executor.graph_guard import stream_order
-from sglang.srt.model_executor.graph_guard.stream_order import (
-    HostReadInCaptureError,
+from sglang.srt.model_executor.graph_guard.host_reads import HostReadInCaptureError
+from sglang.srt.model_executor.graph_guard.stream_order import enabled, order_after_reads, order_dropped_join
+from sglang.srt.model_executor.graph_guard.stream_safe_capture import (
     StreamSafeCapture,
-    enabled,
-    order_after_reads,
-    order_dropped_join,
+    enable_record_stream_reuse,
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.graph_guard.race_detector import RaceReport
+    from sglang.srt.model_executor.graph_guard.race_report import RaceReport
 
 __all__ = [
     "HostReadInCaptureError",
@@ -62,7 +61,7 @@ def guard_capture(forward: Callable[[], Any], backend: Any, shape_key: Any) -> C
     if not enabled() and not instruments:
         return forward
     if enabled():
-        stream_order.enable_record_stream_reuse()
+        enable_record_stream_reuse()
         stream_order.separate_flashinfer_workspaces()
 
     def guarded() -> Any:
@@ -107,7 +106,8 @@ def _instruments(backend: Any, shape_key: Any) -> list[Instrument]:
 
 
 def _race_detector(path: str, backend: Any, shape_key: Any) -> Instrument:
-    from sglang.srt.model_executor.graph_guard.race_detector import RaceReport, detect_graph_races
+    from sglang.srt.model_executor.graph_guard.race_detector import detect_graph_races
+    from sglang.srt.model_executor.graph_guard.race_report import RaceReport
 
     path = _path_of_rank(path)
     global _race_report

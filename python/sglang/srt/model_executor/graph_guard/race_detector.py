@@ -14,14 +14,11 @@ no races, 1 for races, and 2 if the report can't be read.
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import json
 import logging
 import os
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +30,9 @@ from typing import Any
 
 import torch
 from sglang.srt.model_executor.graph_guard.dispatch import GuardMode
-from sglang.srt.model_executor.graph_guard.happens_before import HappensBefore, Operation, Race, Region
+from sglang.srt.model_executor.graph_guard.happens_before import Region
+from sglang.srt.model_executor.graph_guard.race_report import RaceReport, render
+from sglang.srt.model_executor.graph_guard.triton_stores import written_parameters
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_iter
 
@@ -55,106 +54,6 @@ _NO_LAUNCH = frozenset(
 # with the ops of sglang-kernel 0.4.10.
 ALIAS_ONLY = frozenset({"sgl_kernel::weak_ref_tensor"})  # no kernel, no access
 RETURNS_OPERANDS = frozenset({"sgl_kernel::dense_decode_fwd", "sgl_kernel::sparse_decode_fwd"})
-
-
-class RaceReport:
-    """The findings of the detector. It grows while the ``with`` block runs and is complete after it."""
-
-    def __init__(self) -> None:
-        self.engine = HappensBefore()
-        self.captures: list[str] = []
-        self.undeclared_aliases: set[str] = set()  # ops that return an operand, against their schema
-
-    @property
-    def races(self) -> list[Race]:
-        return self.engine.races
-
-    def distinct(self) -> list[tuple[Race, int]]:
-        """One race per pair of source locations, with the number of times it occurred."""
-        groups: dict[tuple, list[Race]] = {}
-        for race in self.races:
-            sites = tuple((op.name, (op.info.get("stack") or [""])[0]) for op in (race.first, race.second))
-            groups.setdefault((race.kind, sites), []).append(race)
-        return [(group[0], len(group)) for group in groups.values()]
-
-    def to_json(self) -> dict:
-        return {
-            "version": 1,
-            "torch": torch.__version__,
-            "captures": self.captures,
-            "operations": self.engine.operations,
-            "streams": len(self.engine.streams),
-            "races": len(self.races),
-            "undeclared_aliases": sorted(self.undeclared_aliases),
-            "distinct": [
-                {
-                    "kind": race.kind,
-                    "count": count,
-                    "bytes": race.region and race.region.nbytes,
-                    "address": race.region and race.region.start,
-                    "first": _operation_json(race.first, race.first_writes, race.allocations[0]),
-                    "second": _operation_json(race.second, race.second_writes, race.allocations[1]),
-                }
-                for race, count in self.distinct()
-            ],
-        }
-
-    def write(self, path: str | os.PathLike) -> None:
-        """Write the report as JSON. The file appears atomically, so a reader never sees a partial report."""
-        path = Path(path)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        os.replace(partial, path)
-
-    def __str__(self) -> str:
-        return render(self.to_json())
-
-
-def _operation_json(op: Operation, writes: bool | None, allocation: tuple | None) -> dict:
-    return {
-        "operation": op.name,
-        "index": op.index,
-        "stream": hex(op.stream) if isinstance(op.stream, int) else str(op.stream),
-        "access": {True: "write", False: "read", None: None}[writes],
-        "layer": op.info.get("layer"),
-        "tensors": op.info.get("tensors", []),
-        "allocation": allocation and {"bytes": allocation[0], "stream": hex(allocation[1])},
-        "stack": op.info.get("stack", []),
-    }
-
-
-def render(report: dict) -> str:
-    """Format a report that ``RaceReport.to_json`` made."""
-    lines = [
-        f"{report['races']} races ({len(report['distinct'])} distinct) in {report['operations']} operations, "
-        f"{report['streams']} streams, {len(report['captures'])} captures."
-    ]
-    meaning = {
-        "allocation-reuse": "memory was reused before another stream had finished with it",
-        "live-conflict": "two streams use the same memory with no ordering between them",
-        "dropped-wait": "a wait had no effect although the other stream had work queued",
-    }
-    for race in report["distinct"]:
-        size = f", {race['bytes']} bytes at {race['address']:#x}" if race["bytes"] else ""
-        lines.append(f"\n{race['kind']} x{race['count']}: {meaning[race['kind']]}{size}")
-        for which in ("first", "second"):
-            op = race[which]
-            block = op["allocation"]
-            lines.append(
-                f"  {which}: {op['operation']}"
-                + (f" ({op['access']})" if op["access"] else "")
-                + f" on stream {op['stream']}"
-                + (f", layer {op['layer']}" if op["layer"] else "")
-                + (f", block of {block['bytes']} bytes from stream {block['stream']}" if block else "")
-            )
-            lines.extend(f"    {tensor}" for tensor in op["tensors"])
-            lines.extend(f"      {frame}" for frame in op["stack"])
-    if undeclared := report.get("undeclared_aliases"):
-        lines.append(
-            f"\nThese ops return an operand although their schema declares a new tensor: {', '.join(undeclared)}. The "
-            "detector takes that for a write, so a race that names one of them may be false."
-        )
-    return "\n".join(lines)
 
 
 def region_of(tensor: torch.Tensor) -> Region:
@@ -201,64 +100,6 @@ def _effects_of(func: OpOverload) -> _Effects:
     new_results = tuple(i for i, result in enumerate(schema.returns) if result.alias_info is None)
     unmarked = launches and not schema.returns and not written
     return _Effects(frozenset(written), launches, () if schema.name in ALIAS_ONLY else new_results, unmarked)
-
-
-@functools.cache
-def written_parameters(kernel: Callable) -> frozenset[str] | None:
-    """The names of the parameters that a Triton kernel stores through, derived from its source.
-
-    A parameter counts if it reaches the address of a ``store`` or ``atomic_*`` through assignments, or if it is passed
-    to a function of the kernel's module that stores through it. Scalars in such an address count as well. Values loaded
-    from memory do not.
-
-    Returns:
-        None if the source can't be read.
-    """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    body = next((n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)), None)
-    if body is None:
-        return None
-    reach = {a.arg: {a.arg} for a in body.args.posonlyargs + body.args.args + body.args.kwonlyargs}
-    scope = inspect.unwrap(kernel).__globals__
-
-    def roots(node: ast.AST) -> set[str]:
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("load", "program_id", "arange"):
-            return set()
-        if isinstance(node, ast.Name):
-            return reach.get(node.id, set())
-        return set().union(*(roots(child) for child in ast.iter_child_nodes(node)), set())
-
-    stored: set[str] = set()
-    for _ in range(3):  # repeated because a loop can carry a pointer back to an earlier line
-        for node in ast.walk(body):
-            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for target in targets:
-                    for part in ast.walk(target):
-                        if isinstance(part, ast.Name):
-                            reach[part.id] = reach.get(part.id, set()) | roots(node.value)
-            elif isinstance(node, ast.Call):
-                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                if name == "store" or name.startswith("atomic_"):
-                    # descriptor.store(...), or a store function of a module under any name
-                    owner = roots(node.func.value) if isinstance(node.func, ast.Attribute) else set()
-                    first = node.args[:1] or [k.value for k in node.keywords[:1]]
-                    stored |= owner or set().union(*map(roots, first))
-                    continue
-                callee = scope.get(name)
-                callee = getattr(callee, "fn", callee)
-                if inspect.isfunction(callee) and callee is not kernel:
-                    inner = written_parameters(callee)
-                    names = list(inspect.signature(callee).parameters)
-                    passed: list[tuple[str | None, ast.expr]] = [*zip(names, node.args, strict=False)]
-                    passed += [(k.arg, k.value) for k in node.keywords]
-                    for parameter, value in passed:
-                        if inner is not None and parameter in inner:
-                            stored |= roots(value)
-    return frozenset(stored)
 
 
 class _Layers:

@@ -6,9 +6,9 @@ from sglang.srt.arg_groups.arg_utils import A, Arg
 
 VerifyMode = A[
     Literal["native", "triton", "validate"],
-    "DDTREE only. Attention of the verify pass. 'native' runs the tree kernels of sgl_kernel.ddtree. "
-    "'triton' runs the Triton backend with a full mask. 'validate' runs both, serves Triton's result and "
-    "reports the largest difference.",
+    "DDTREE only. How the attention of the verify pass runs. 'native' runs the tree kernels of sgl_kernel.ddtree. "
+    "'triton' runs the Triton backend with a full mask. 'validate' runs both, uses Triton's result and reports the "
+    "largest difference.",
 ]
 Top1Path = A[
     Literal["auto", "keep"],
@@ -21,12 +21,12 @@ Top1Path = A[
 ]
 Budget = A[
     str | None,
-    "DDTREE only. 'auto' chooses the nodes of each step's verify tree: the number that emits the most tokens per second, "
-    "at most --speculative-num-draft-tokens (default with 'auto': 64). A number is another way to give "
-    "--speculative-num-draft-tokens. Default: every step verifies --speculative-num-draft-tokens nodes.",
+    "DDTREE only. The number of nodes of each step's verify tree. 'auto' lets the server choose the number that emits the "
+    "most tokens per second, up to --speculative-num-draft-tokens (64 by default with 'auto'). A number sets "
+    "--speculative-num-draft-tokens. By default, every step verifies --speculative-num-draft-tokens nodes.",
 ]
 TraceFile = A[
     str | None,
-    "DDTREE only. File that records each step: its draft trees, what the target accepted of them, and how the width was "
-    "chosen. python -m sglang.srt.speculative.ddtree.draw draws a tree of it. Recording slows the server down.",
+    "DDTREE only. Record each step in this file: its draft trees, what the target accepted of them, and how the width was "
+    "chosen. To draw a recorded tree, run python -m sglang.srt.speculative.ddtree.draw. Recording slows the server down.",
 ]

@@ -32,7 +32,7 @@ SURPRISE = 0.15  # if a time is this far from the expected one, the other times 
 FIRST_WAIT, LAST_WAIT = 8, 1024  # steps before the first probe of a width; each later wait is twice as long
 FIRST_WAIT_IF_MEASURED = 40  # the first wait while the measured times hold
 # A probe that emits nothing would wait 1 + PRICE times as long as one that is as good as the present width.
-PRICE, MOST_PRICE = 10.0, 100.0
+PRICE, MOST_PRICE = 40.0, 100.0
 # Steps of a probe with a draft if the present width is 1. Nothing was drafted for long, so one report says little.
 PROBE_STEPS = 4
 
@@ -175,8 +175,8 @@ class _Kind:
     Attributes:
         width: the present choice; 0 before the first.
         steps: of this kind so far.
-        due: by width, the step of its next probe, and the wait until the one after that.
-        next_due: the first step at which any probe may be due.
+        waits: by width, the step of its last probe, and the wait from there to the next one, before its price.
+        due, next: the first step at which a probe is due, and its width. They are set at each decision.
         surprises: how many times in a row were a surprise.
         doubtful: whether the table's times were found to be wrong.
         probe, left: the width of a probe that takes several steps, and how many of them are left.
@@ -184,8 +184,9 @@ class _Kind:
 
     width: int = 0
     steps: int = 0
-    due: dict[int, tuple[int, int]] = field(default_factory=dict)
-    next_due: int = 0
+    waits: dict[int, tuple[int, int]] = field(default_factory=dict)
+    due: float = math.inf
+    next: int = 0
     surprises: int = 0
     doubtful: bool = False
     probe: int = 0
@@ -233,7 +234,7 @@ class Budget:
         if kind.left:
             kind.left -= 1
             return kind.probe
-        if self.probes and kind.steps >= kind.next_due:
+        if kind.steps >= kind.due:
             return self._probe(kind, load)
         return kind.width
 
@@ -243,6 +244,8 @@ class Budget:
         best = max(rates, key=rates.__getitem__)
         if kind.width == 0 or rates[best] > (1.0 + HYSTERESIS) * rates[kind.width]:
             kind.width = best
+        if self.probes:
+            self._plan(kind, load, rates)
 
     def rate(self, load: Load, width: int) -> float:
         """Return the expected tokens per second of a step."""
@@ -263,34 +266,38 @@ class Budget:
         """|expected - emitted| / emitted tokens per step, of the last steps with a draft. 0 before the first."""
         return abs(self._mean_expected - self._mean_emitted) / self._mean_emitted
 
-    def _probe(self, kind: _Kind, load: Load) -> int:
-        """Return the width of a probe that is due, or the present width."""
+    def _plan(self, kind: _Kind, load: Load, rates: dict[int, float]) -> None:
+        """Set when the next probe of a kind is due, and its width."""
         measured = self.costs.measured and not kind.doubtful
         first = FIRST_WAIT_IF_MEASURED if measured else FIRST_WAIT
+        present = self.widths.index(kind.width)
+        kind.due = math.inf
         for i, width in enumerate(self.widths):
-            if width not in kind.due:
-                # The next narrower and the next wider one cost little, and show whether the measured times hold.
-                near = abs(i - self.widths.index(kind.width)) == 1
-                at = first * (self._price(load, kind.width, width) if measured and not near else 1.0)
-                # The last term spreads the probes over several steps.
-                kind.due[width] = kind.steps + int(at) + (i * first) // len(self.widths), first
-        due = {width: at for width, (at, _) in kind.due.items() if width != kind.width}
-        width = min(due, key=due.__getitem__)
-        if kind.steps < due[width]:
-            kind.next_due = due[width]
-            return kind.width
-        wait, price = min(2 * kind.due[width][1], LAST_WAIT), self._price(load, kind.width, width)
-        kind.due[width] = kind.steps + int(wait * price), wait
+            if i == present:
+                continue
+            # The last term spreads the first probes over several steps.
+            last, wait = kind.waits.setdefault(width, (kind.steps + (i * first) // len(self.widths), first))
+            # The next narrower and the next wider one cost little, and show whether the measured times hold.
+            free = wait == first and (not measured or abs(i - present) == 1)
+            due = last + wait * (1.0 if free else self._price(load, kind.width, width, rates))
+            if due < kind.due:
+                kind.due, kind.next = due, width
+
+    def _price(self, load: Load, present: int, width: int, rates: dict[int, float]) -> float:
+        """Return how much longer a width waits for its probe than one that is as good as the present one."""
+        lost = 1.0 - rates[width] / rates[present]
+        longer = self.costs.seconds(load, width) / self.costs.seconds(load, present)
+        return min(MOST_PRICE, 1.0 + PRICE * max(0.0, lost) * longer)
+
+    def _probe(self, kind: _Kind, load: Load) -> int:
+        """Return the width of the probe that is due."""
+        width = kind.next
+        kind.waits[width] = kind.steps, min(2 * kind.waits[width][1], LAST_WAIT)
+        kind.due = math.inf  # until the next decision
         drafted = [other for other in self.widths if other > 1]
         if kind.width == 1 and width == max(drafted, key=lambda other: self.rate(load, other)):
             kind.probe, kind.left = width, PROBE_STEPS - 1
         return width
-
-    def _price(self, load: Load, present: int, width: int) -> float:
-        """Return how much longer a width waits for its probe than one that is as good as the present one."""
-        lost = 1.0 - self.rate(load, width) / self.rate(load, present)
-        longer = self.costs.seconds(load, width) / self.costs.seconds(load, present)
-        return min(MOST_PRICE, 1.0 + PRICE * max(0.0, lost) * longer)
 
     # ---- after a step ----
 
@@ -312,5 +319,5 @@ class Budget:
         surprised = self.costs.observe(step.load, step.width, step.seconds)
         kind.surprises = kind.surprises + 1 if surprised else 0
         if surprised and (first or kind.surprises == 2):  # later, one alone is noise
-            kind.due = {width: due for width, due in kind.due.items() if self.costs.timed(step.load, width)}
-            kind.next_due, kind.doubtful = 0, True
+            kind.waits = {w: wait for w, wait in kind.waits.items() if self.costs.timed(step.load, w)}
+            kind.due, kind.doubtful = math.inf, True

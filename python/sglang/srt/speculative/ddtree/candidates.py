@@ -1,6 +1,6 @@
 """The K most probable tokens of each draft position, with the logsumexp of all its logits.
 
-Upstream's candidate_topk() does it in some twenty kernels. Behind a small model they take as long as the drafter.
+Upstream's candidate_topk() takes some twenty kernels. With a small model they take as long as the drafter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def top_candidates(
     num_candidates: int,
     transform: LogitTransform = IDENTITY,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores the vocabulary at each draft position and takes the best tokens.
+    """Score the vocabulary at each draft position and take the best tokens.
 
     Args:
         hidden: [positions, hidden] of the drafter.
@@ -66,8 +66,7 @@ def top_candidates(
         logits = transform(logits)
         best = logits.topk(num_candidates)
         return best.indices, best.values, logits.logsumexp(-1)
-    # Upstream's fused kernel wants at least two candidates: on an H200 it returned ids outside the vocabulary for
-    # one.
+    # Upstream's fused kernel needs at least two candidates. With one it returned ids outside the vocabulary on an H200.
     tokens, logits, log_sum = candidate_topk(hidden, lm_head, max(2, num_candidates), with_partition=True)
     tokens, logits = (x[:, :num_candidates].contiguous() for x in (tokens, transform(logits)))
     return tokens, logits, log_sum.float() if transform == IDENTITY else logits.logsumexp(-1)

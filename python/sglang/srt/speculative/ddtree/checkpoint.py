@@ -1,7 +1,7 @@
-"""What is known of a model's files before any weights are read: whether they are there, and how large they are.
+"""What is known about a model's files before any weights are read: whether they exist, and how large they are.
 
-A model is a folder, or a repository on the hub. Of a repository, only its configuration and the index of its weights
-are ever read.
+A model is a folder, or a repository on the hub. From a repository, only its configuration and the index of its weights
+are read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REVISION_FLAGS = {TARGET_FLAG: "--revision", DRAFTER_FLAG: "--speculative-draft-
 
 
 def refuse_missing(path: str, *, flag: str, needed: str, revision: str | None, with_weights: bool) -> None:
-    """Refuse a model whose files are not there. It asks the hub at most once, without retries.
+    """Refuse a model whose files do not exist. This asks the hub at most once, without retries.
 
     Args:
         path: a folder or the name of a repository, not a URL.
@@ -74,7 +74,7 @@ def _missing_on_hub(name: str, revision: str | None, revision_flag: str) -> str 
         get_hf_file_metadata(url, timeout=HUB_TIMEOUT)
         return None
     except hub.HFValidationError:
-        return "which is no name of a repository"
+        return "which is not a valid name of a repository"
     except hub.GatedRepoError:
         return "which is gated: accept its terms on the hub, and set HF_TOKEN to your token"
     except hub.RepositoryNotFoundError:

@@ -43,7 +43,7 @@ class CommitGraphs:
         slots: [max_bs, N of the widest verify] int64, of each request's window.
         block_size: F, the longest path.
         commit: DDTreeWorker.commit().
-        expectation: counts what was accepted; None: all steps have one width.
+        expectation: counts accepted nodes; None: nothing counts them.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CommitGraphs:
     def note_hidden(
         self, runner: Any, out: LogitsProcessorOutput, forward_batch: ForwardBatch, num_tokens: int
     ) -> None:
-        """Keeps the hidden states that a verify graph writes. This is the hook at the end of its capture.
+        """Keep the hidden states that a verify graph writes. This is the hook at the end of its capture.
 
         Upstream also runs it in the eager warm-ups before a capture; the capture itself comes last.
         """
@@ -81,7 +81,7 @@ class CommitGraphs:
         self._hidden[num_tokens // bs, bs] = out.hidden_states
 
     def capture(self, runners: dict[int, DecodeCudaGraphRunner]) -> None:
-        """Captures a graph for each verify graph.
+        """Capture a graph for each verify graph.
 
         Args:
             runners: the target's, after their captures, by N.
@@ -138,7 +138,7 @@ class CommitGraphs:
         )
 
     def _views(self, outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Splits a graph's results: tokens, lengths, bonus tokens, new prefix lengths. One tensor is one copy."""
+        """Split a graph's results: tokens, lengths, bonus tokens, prefix lengths. One tensor needs only one copy."""
         bs = outputs.numel() // (self.block_size + 3)
         tokens, bonus, new_seq_lens, lengths = outputs.split([bs * self.block_size, bs, bs, bs])
         return tokens.view(bs, -1), lengths.view(torch.int32)[:bs], bonus, new_seq_lens

@@ -1,4 +1,4 @@
-"""What attention a model needs, and what of it the tree ops and other backends cover."""
+"""Which attention a model needs, and which parts of it the tree ops and other backends cover."""
 
 from __future__ import annotations
 
@@ -31,12 +31,20 @@ def layer_shape(layer: RadixAttention) -> tuple[int, int, int, int]:
 
 
 def is_causal(layer: Any) -> bool:
-    """Return whether a position of a draft block sees only itself and those before it. As has_window()."""
+    """Return whether a position of a draft block sees only itself and those before it.
+
+    Args:
+        layer: as for has_window().
+    """
     return layer.attn_type == AttentionType.DECODER
 
 
 def has_window(layer: Any) -> bool:
-    """Return whether a layer, or what describes one with the same attributes, has a sliding window."""
+    """Return whether a layer has a sliding window.
+
+    Args:
+        layer: the layer, or a description of it with the same attributes.
+    """
     return layer.sliding_window_size not in (None, -1)
 
 
@@ -72,7 +80,7 @@ def attention_gaps(
     kv_cache_dtype: torch.dtype,
     device: str,
 ) -> list[str]:
-    """Name what the tree ops cannot do of attention.
+    """Name the parts of attention that the tree ops do not cover.
 
     Args:
         shapes: of the layers, as layer_shape() has them.
@@ -96,7 +104,7 @@ def attention_gaps(
 
 
 def not_covered(runner: ModelRunner) -> list[str]:
-    """Name what the tree ops cannot do of a model's attention.
+    """Name the parts of a model's attention that the tree ops do not cover.
 
     Args:
         runner: the target's or the drafter's ModelRunner.
@@ -121,10 +129,10 @@ def not_covered(runner: ModelRunner) -> list[str]:
 
 
 def block_gaps(layers: Iterable[Any]) -> list[str]:
-    """Name what the tree ops cannot do of a draft block.
+    """Name the parts of a draft block's attention that the tree ops do not cover, besides attention_gaps().
 
     Args:
-        layers: of the drafter, or what describes them with the same attributes.
+        layers: of the drafter, as for has_window().
     """
     # The tree ops count a window from a node's depth, which is the same at all positions of such a block.
     if any(not is_causal(layer) and has_window(layer) for layer in layers):
@@ -141,7 +149,7 @@ def draft_window_fault(gaps: list[str]) -> str:
 
 
 def not_prefilled_by_torch(runner: ModelRunner) -> list[str]:
-    """Name what SGLang's torch backend (0.5.23) cannot prefill. It has no MLA and no sinks, and ignores the rest.
+    """Name what SGLang's torch backend (0.5.23) cannot prefill. It lacks MLA and sinks, and ignores the rest.
 
     Args:
         runner: the target's ModelRunner.
@@ -165,7 +173,7 @@ def not_prefilled_by_torch(runner: ModelRunner) -> list[str]:
 
 
 def torch_prefill_gaps(*, mla: bool, sinks: bool) -> list[str]:
-    """Name what a configuration alone tells of not_prefilled_by_torch().
+    """Name those gaps of not_prefilled_by_torch() that a configuration alone shows.
 
     Args:
         mla: whether the target runs MLA.

@@ -24,7 +24,7 @@ NEEDED = "a folder with a DFlash drafter, or the name of such a repository on th
 
 
 def refuse_path(args: ServerArgs) -> None:
-    """Refuse a drafter whose files are not there. It asks the hub at most once, without retries.
+    """Refuse a drafter whose files do not exist. This asks the hub at most once, without retries.
 
     Args:
         args: the server's arguments as the user gave them, with a drafter.
@@ -57,7 +57,7 @@ def refuse_drafter(args: ServerArgs) -> None:
 
     Raises:
         ValueError: has a line for each fault. It names the drafter, the key of its config.json, what was expected and
-            what came.
+            what was given.
     """
     faults = drafter_faults(drafter_config(args), model_config_of(args).hf_text_config)
     path = args.speculative_draft_model_path
@@ -102,7 +102,7 @@ def drafter_faults(drafter: PretrainedConfig, target: PretrainedConfig) -> Itera
         target: text configuration of the target.
 
     Yields:
-        For each key that does not fit: its name, what was expected and what came.
+        For each key that does not fit: its name, what was expected and what was given.
     """
     from sglang.srt.speculative.ddtree.heads import DRAFT_MODELS, head_faults
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
@@ -151,13 +151,13 @@ def _layer_faults(ids: list[int] | None, num_layers: int) -> Iterator[str]:
         yield "dflash_config.target_layer_ids: expected the target layers that the drafter reads, got none."
     elif len(set(ids)) < len(ids) or not all(0 <= layer < num_layers for layer in ids):
         yield (
-            f"dflash_config.target_layer_ids: expected different layers of the target, 0 to {num_layers - 1}, "
+            f"dflash_config.target_layer_ids: expected distinct layers of the target, 0 to {num_layers - 1}, "
             f"got {ids}."
         )
 
 
 def _layer_type_faults(drafter: PretrainedConfig) -> Iterator[str]:
-    """Yield what upstream's DFlash layers do not implement of a drafter's."""
+    """Yield the options of a drafter's layers that upstream's DFlash layers do not implement."""
     from sglang.srt.speculative.dflash_utils import (
         get_dflash_attention_sliding_window_size,
         get_dflash_layer_types,
@@ -191,11 +191,11 @@ def _layer_type_faults(drafter: PretrainedConfig) -> Iterator[str]:
 
 
 def _vocabulary_faults(drafter: PretrainedConfig, vocab_size: int) -> Iterator[str]:
-    """Yield what does not fit of the drafter's vocabulary, embedding and LM head.
+    """Yield what does not fit in the drafter's vocabulary, embedding and LM head.
 
-    As DFLASH does, DDTREE drafts with the target's embedding and head even if the drafter's files have both: these are
-    copies of the target's. So the drafter's vocabulary is only a number, which may be padded differently. An embedding in
-    the layout of Nemotron 3.5 is the exception.
+    Like DFLASH, DDTREE drafts with the target's embedding and head, even if the drafter's files contain copies of them.
+    So the drafter's vocabulary is only a number, which may be padded differently. An embedding in the layout of
+    Nemotron 3.5 is the exception.
 
     Args:
         drafter: its configuration.
@@ -207,7 +207,7 @@ def _vocabulary_faults(drafter: PretrainedConfig, vocab_size: int) -> Iterator[s
     most = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     if own is not None and own > most:
         yield (
-            f"vocab_size: expected at most {most}, the target's {vocab_size} and its padding, got {own}. The drafter "
+            f"vocab_size: expected at most {most}, the target's {vocab_size} plus padding, got {own}. The drafter "
             "was trained for another vocabulary."
         )
     reduced = getattr(drafter, "draft_vocab_size", None)

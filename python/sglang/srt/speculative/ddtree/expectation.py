@@ -14,9 +14,8 @@ import triton.language as tl
 from sgl_kernel.ddtree import Accepted, DraftTrees, ancestor_mask
 
 LATE = 2  # a step's report is read this many steps later: by then its copy to the host has arrived
-FIXED_POINT = (
-    1 << 16
-)  # sums of integers do not depend on the order of the atomics, so all processes get the same
+# Sums of integers do not depend on the order of the atomics, so all processes get the same.
+FIXED_POINT = 1 << 16
 
 
 class Expectation:
@@ -61,18 +60,35 @@ class Expectation:
             trees: of the widest N. build_trees() has written their nodes' scores to self.scores.
             candidates: [bs, D, K] int64, the tokens that they were built from.
         """
-        bs = trees.tokens.shape[0]
-        run = _predict_on_card if trees.tokens.is_cuda else _predict
-        run(
-            trees,
-            candidates,
-            self.scores[:bs],
-            self.factors,
-            self._widths,
-            self.ranks[:bs],
-            self.probabilities[:bs],
-            self.report[:bs],
-        )
+        predict = self._predict_in_kernel if trees.tokens.is_cuda else self._predict_in_torch
+        predict(trees, candidates)
+
+    def _predict_in_torch(self, trees: DraftTrees, candidates: torch.Tensor) -> None:
+        bs, num_nodes = trees.tokens.shape
+        scores = self.scores[:bs]
+        at = (trees.depths.long() - 1).clamp(min=0)
+        request = torch.arange(bs)[:, None]
+        node = torch.arange(num_nodes)
+        drafted = (node > 0) & (node < trees.sizes[:, None])
+        rank = (candidates[request, at] == trees.tokens[..., None]).long().argmax(-1)
+        of_parent = scores.gather(1, trees.parents.long().clamp(min=0))
+        probability = torch.where(drafted, (scores - of_parent).exp(), 0.0)
+        self.ranks[:bs] = torch.where(drafted, rank, -1)
+        self.probabilities[:bs] = probability
+        calibrated = (probability * self.factors[at, rank]).clamp(1e-9, 1.0).log()
+        calibrated = torch.where(drafted, calibrated, 0.0)
+        on_path = ancestor_mask(trees.ancestors, num_nodes).float()  # [bs, node, ancestor]
+        accepted = torch.where(drafted, (on_path @ calibrated[..., None])[..., 0].exp(), 0.0)
+        self.report[:bs, :-1] = 1.0 + accepted.cumsum(1)[:, self._widths.long() - 1]
+
+    def _predict_in_kernel(self, trees: DraftTrees, candidates: torch.Tensor) -> None:
+        bs, num_nodes = trees.tokens.shape
+        _predict_kernel[bs,](
+            trees.tokens, trees.parents, trees.depths, trees.ancestors, trees.sizes, candidates, self.scores,
+            self.factors, self._widths, self.ranks, self.probabilities, self.report, N=num_nodes,
+            NODES=triton.next_power_of_2(num_nodes), WORDS=trees.ancestors.shape[2], D=candidates.shape[1],
+            K=candidates.shape[2], WIDTHS=self._widths.numel(), num_warps=4,
+        )  # fmt: skip
 
     def count(self, trees: DraftTrees, accepted: Accepted, rows: torch.Tensor, num_nodes: int) -> None:
         """Add a step to the totals, and write its emitted tokens to the report.
@@ -83,111 +99,38 @@ class Expectation:
             rows: [bs] the requests' rows of the slot table. Row 0 is padding.
             num_nodes: N of the step.
         """
-        bs = rows.numel()
-        run = _count_on_card if rows.is_cuda else _count
-        run(
-            trees,
-            accepted,
-            rows,
-            num_nodes,
-            self.ranks[:bs],
-            self.probabilities[:bs],
-            self.totals,
-            self.report[:bs],
-        )
+        count = self._count_in_kernel if rows.is_cuda else self._count_in_torch
+        count(trees, accepted, rows, num_nodes)
 
+    def _count_in_torch(
+        self, trees: DraftTrees, accepted: Accepted, rows: torch.Tensor, num_nodes: int
+    ) -> None:
+        bs, ranks = rows.numel(), self.ranks[: rows.numel()]
+        depths = trees.depths.long()
+        node = torch.arange(depths.shape[1])
+        drafted = (ranks >= 0) & (node < num_nodes) & (rows[:, None] > 0)
+        above = (depths - 1).clamp(min=0)
+        lengths = accepted.lengths[:, None]
+        tested = drafted & (above < lengths) & (accepted.path.gather(1, above) == trees.parents)
+        last = accepted.path.shape[1] - 1
+        kept = tested & (depths < lengths) & (accepted.path.gather(1, depths.clamp(max=last)) == node)
+        cells = above * self.totals.shape[2] + ranks.clamp(min=0)
+        fixed = (self.probabilities[:bs].clamp(max=1.0) * FIXED_POINT).round().long()
+        flat = self.totals.view(2, -1)
+        flat[0].scatter_add_(0, cells.flatten(), torch.where(tested, fixed, 0).flatten())
+        flat[1].scatter_add_(0, cells.flatten(), kept.long().flatten())
+        self.report[:bs, -1] = accepted.lengths
 
-def _predict(
-    trees: DraftTrees,
-    candidates: torch.Tensor,
-    scores: torch.Tensor,
-    factors: torch.Tensor,
-    widths: torch.Tensor,
-    ranks: torch.Tensor,
-    probabilities: torch.Tensor,
-    report: torch.Tensor,
-) -> None:
-    """Expectation.predict() in torch."""
-    bs, num_nodes = trees.tokens.shape
-    at = (trees.depths.long() - 1).clamp(min=0)
-    request = torch.arange(bs, device=at.device)[:, None]
-    node = torch.arange(num_nodes, device=at.device)
-    drafted = (node > 0) & (node < trees.sizes[:, None])
-    rank = (candidates[request, at] == trees.tokens[..., None]).long().argmax(-1)
-    of_parent = scores.gather(1, trees.parents.long().clamp(min=0))
-    probability = torch.where(drafted, (scores - of_parent).exp(), 0.0)
-    ranks.copy_(torch.where(drafted, rank, -1))
-    probabilities.copy_(probability)
-    calibrated = (probability * factors[at, rank]).clamp(1e-9, 1.0).log()
-    calibrated = torch.where(drafted, calibrated, 0.0)
-    on_path = ancestor_mask(trees.ancestors, num_nodes).float()  # [bs, node, ancestor]
-    accepted = torch.where(drafted, (on_path @ calibrated[..., None])[..., 0].exp(), 0.0)
-    report[:, :-1] = 1.0 + accepted.cumsum(1)[:, widths.long() - 1]
-
-
-def _count(
-    trees: DraftTrees,
-    accepted: Accepted,
-    rows: torch.Tensor,
-    num_nodes: int,
-    ranks: torch.Tensor,
-    probabilities: torch.Tensor,
-    totals: torch.Tensor,
-    report: torch.Tensor,
-) -> None:
-    """Expectation.count() in torch."""
-    depths = trees.depths.long()
-    node = torch.arange(depths.shape[1], device=depths.device)
-    drafted = (ranks >= 0) & (node < num_nodes) & (rows[:, None] > 0)
-    above = (depths - 1).clamp(min=0)
-    lengths = accepted.lengths[:, None]
-    tested = drafted & (above < lengths) & (accepted.path.gather(1, above) == trees.parents)
-    last = accepted.path.shape[1] - 1
-    kept = tested & (depths < lengths) & (accepted.path.gather(1, depths.clamp(max=last)) == node)
-    cells = above * totals.shape[2] + ranks.clamp(min=0)
-    fixed = (probabilities.clamp(max=1.0) * FIXED_POINT).round().long()
-    flat = totals.view(2, -1)
-    flat[0].scatter_add_(0, cells.flatten(), torch.where(tested, fixed, 0).flatten())
-    flat[1].scatter_add_(0, cells.flatten(), kept.long().flatten())
-    report[:, -1] = accepted.lengths
-
-
-def _predict_on_card(
-    trees: DraftTrees,
-    candidates: torch.Tensor,
-    scores: torch.Tensor,
-    factors: torch.Tensor,
-    widths: torch.Tensor,
-    ranks: torch.Tensor,
-    probabilities: torch.Tensor,
-    report: torch.Tensor,
-) -> None:
-    """Expectation.predict() in one kernel."""
-    bs, num_nodes = trees.tokens.shape
-    _predict_kernel[bs,](
-        trees.tokens, trees.parents, trees.depths, trees.ancestors, trees.sizes, candidates, scores, factors, widths,
-        ranks, probabilities, report, N=num_nodes, NODES=triton.next_power_of_2(num_nodes),
-        WORDS=trees.ancestors.shape[2], D=candidates.shape[1], K=candidates.shape[2], WIDTHS=widths.numel(), num_warps=4,
-    )  # fmt: skip
-
-
-def _count_on_card(
-    trees: DraftTrees,
-    accepted: Accepted,
-    rows: torch.Tensor,
-    num_nodes: int,
-    ranks: torch.Tensor,
-    probabilities: torch.Tensor,
-    totals: torch.Tensor,
-    report: torch.Tensor,
-) -> None:
-    """Expectation.count() in one kernel."""
-    width = trees.tokens.shape[1]
-    _count_kernel[rows.numel(),](
-        trees.parents, trees.depths, accepted.path, accepted.lengths, rows, ranks, probabilities, totals, report,
-        num_nodes, N=width, NODES=triton.next_power_of_2(width), F=accepted.path.shape[1], K=totals.shape[2],
-        CELLS=totals[0].numel(), COLUMNS=report.shape[1], SCALE=FIXED_POINT, num_warps=1,
-    )  # fmt: skip
+    def _count_in_kernel(
+        self, trees: DraftTrees, accepted: Accepted, rows: torch.Tensor, num_nodes: int
+    ) -> None:
+        width = trees.tokens.shape[1]
+        _count_kernel[rows.numel(),](
+            trees.parents, trees.depths, accepted.path, accepted.lengths, rows, self.ranks, self.probabilities,
+            self.totals, self.report, num_nodes, N=width, NODES=triton.next_power_of_2(width),
+            F=accepted.path.shape[1], K=self.totals.shape[2], CELLS=self.totals[0].numel(),
+            COLUMNS=self.report.shape[1], SCALE=FIXED_POINT, num_warps=1,
+        )  # fmt: skip
 
 
 @triton.jit

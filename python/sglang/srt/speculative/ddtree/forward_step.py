@@ -49,7 +49,7 @@ class ForwardStep:
         self.window = self.prefix_lens[:, None] + worker.window_offsets
         table = worker.model_runner.req_to_token_pool.req_to_token
         self.slots = table[batch.req_pool_indices[:, None], self.window].to(torch.int64)
-        # Columns of a window are no contiguous tensor if there is but one of them.
+        # A single column of the windows is not contiguous.
         self._written = self.slots if num_nodes > 1 else self.slots[:, :1].contiguous()
         self.plan = worker.model_runner.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,
@@ -152,7 +152,7 @@ class ForwardStep:
         return result.logits_output, positions
 
     def accept(self, target: torch.Tensor) -> tuple[Accepted, torch.Tensor]:
-        """Follows the drafted tokens that equal the target's, and commits that path.
+        """Follow the drafted tokens that equal the target's, and commit that path.
 
         Args:
             target: [bs * N] int64, the target's token at each node.

@@ -103,7 +103,7 @@ class Head:
             num_candidates: K.
 
         Raises:
-            ValueError: names the argument, what was expected and what came.
+            ValueError: names the argument, what was expected and what was given.
         """
 
     def begin(self, rows: torch.Tensor) -> None:
@@ -235,7 +235,7 @@ class LiLiCorrHead(Head):
             )
 
     def begin(self, rows: torch.Tensor) -> None:
-        self.rows.zero_()  # row 0 is nobody's: padding
+        self.rows.zero_()  # padding: row 0 belongs to no request
         self.rows[: rows.numel()].copy_(rows)
 
     def set_anchor(self, hidden: torch.Tensor | None) -> None:
@@ -313,7 +313,7 @@ def head_faults(config: Any, vocab_size: int) -> Iterator[str]:
         vocab_size: of the target.
 
     Yields:
-        For each key that does not fit: its name, what was expected and what came.
+        For each key that does not fit: its name, what was expected and what was given.
     """
     from sglang.srt.speculative.lilicorr_utils import parse_lilicorr_draft_config
 
@@ -334,7 +334,7 @@ def head_faults(config: Any, vocab_size: int) -> Iterator[str]:
         elif kind is head and not are_there:
             yield f"dflash_config: expected {keys} with {architectures}, got none."
     if _is_domino(config) and kind in (SelectorHead, LiLiCorrHead):
-        yield f"dflash_config.projector_type: expected one head, got domino with {architectures}."
+        yield f"dflash_config.projector_type: expected one head, got domino in addition to that of {architectures}."
     if kind is LiLiCorrHead and has_lilicorr:
         try:
             parse_lilicorr_draft_config(draft_hf_config=config)

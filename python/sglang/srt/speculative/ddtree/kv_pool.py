@@ -117,7 +117,7 @@ def refuse_layers(pool: KVCache, layers: Iterable[RadixAttention]) -> None:
         if in_window_pool(pool, layer) and not has_window(layer):
             raise ValueError(
                 f"DDTREE: target model: expected a sliding window in layer {layer.layer_id}, whose KV is in the pool "
-                "that keeps only windows, got none (attention in chunks?): serve this model without DDTREE."
+                "that keeps only windows, got none (does it attend in chunks?): serve this model without DDTREE."
             )
 
 

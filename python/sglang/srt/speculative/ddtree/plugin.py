@@ -95,8 +95,8 @@ def register_on_demand(name: str) -> CustomSpecAlgo | None:
     allowed = envs.SGLANG_PLUGINS.get()
     if allowed and ENTRY_POINT not in (plugin.strip() for plugin in allowed.split(",")):
         raise ValueError(
-            f"--speculative-algorithm {ALGORITHM}: SGLANG_PLUGINS excludes the plug-in: expected a list with {ENTRY_POINT}, "
-            f"or no SGLANG_PLUGINS, got {allowed!r}"
+            f"--speculative-algorithm {ALGORITHM}: expected SGLANG_PLUGINS to contain {ENTRY_POINT!r} or to be unset, got "
+            f"{allowed!r}, which excludes the plug-in"
         )
     try:
         register()

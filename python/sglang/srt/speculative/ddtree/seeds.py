@@ -40,7 +40,7 @@ def seeded(batch: ScheduleBatch) -> Iterator[None]:
 
 
 def request_seeds(reqs: list[Req], device: str | torch.device) -> torch.Tensor | None:
-    """Return the seed of each request. One without a seed gets a random one, which is new in every step.
+    """Return the seed of each request. A request without a seed gets a new random one in every step.
 
     Args:
         reqs: of a batch.
@@ -60,8 +60,8 @@ def request_seeds(reqs: list[Req], device: str | torch.device) -> torch.Tensor |
 def follow_seeds(sampler: Sampler) -> None:
     """Make upstream's sampler draw with the seeds of its sampling_info, if it has any.
 
-    Upstream's own seeded draws are not for FlashInfer, not for min-p, and depend on what other requests of
-    the batch ask for.
+    Upstream's own seeded sampling supports neither FlashInfer nor min-p, and its draws depend on what other
+    requests of the batch ask for.
 
     Args:
         sampler: of the target. It keeps its temperatures and log-probabilities.

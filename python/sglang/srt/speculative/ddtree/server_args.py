@@ -48,7 +48,7 @@ PREFILL_BACKENDS = {
     "cpu": ("torch_native",),
 }
 # Why some other backends cannot prefill for DDTREE. Backends that are in neither table are for other devices.
-SPARSE = "it keeps more than K and V per token, and DDTREE would not move the rest with the accepted KV"
+SPARSE = "it keeps more than K and V per token, and the rest would not move with the accepted KV"
 NOT_SPECULATIVE = "SGLang does not support it with speculative decoding"
 DECODES_ONLY = "it only decodes, and trtllm_mla prefills for it"
 UNFIT_BACKENDS = {
@@ -98,7 +98,7 @@ REFUSALS = (
     Refusal("enable_return_indexer_topk", (False,), "it does not move with the accepted KV"),
     Refusal("speculative_accept_threshold_single", (1.0,), "DDTREE is lossless"),
     Refusal("speculative_accept_threshold_acc", (1.0,), "DDTREE is lossless"),
-    Refusal("speculative_use_rejection_sampling", (False,), "no draft probability is used"),
+    Refusal("speculative_use_rejection_sampling", (False,), "DDTREE does not use draft probabilities to accept tokens"),
     Refusal("speculative_num_steps", (1, None), "one pass drafts --speculative-dflash-block-size positions"),
     Refusal("speculative_token_map", (None,), "the drafter proposes from the whole vocabulary"),
     Refusal("speculative_adaptive", (False,), "--speculative-ddtree-budget auto adapts DDTREE's trees"),
@@ -110,23 +110,23 @@ REFUSALS = (
 )  # fmt: skip
 DEVICE_REFUSALS = {
     "cuda": (
-        Refusal("speculative_draft_attention_backend", ("triton", None), "others read the draft block as a tree"),
+        Refusal("speculative_draft_attention_backend", ("triton", None), "other backends would read the draft block as a tree"),
     ),
     "cpu": (
-        Refusal("speculative_draft_attention_backend", (CPU_DRAFT_BACKEND, None), "no other runs on a CPU"),
+        Refusal("speculative_draft_attention_backend", (CPU_DRAFT_BACKEND, None), "no other backend runs on a CPU"),
         Refusal("speculative_ddtree_verify", ("native",), "Triton does not run on a CPU"),
     ),
 }  # fmt: skip
 
 
 def refuse_asked_args(args: ServerArgs) -> None:
-    """Refuse what the user asked for and DDTREE cannot serve. It changes nothing.
+    """Refuse arguments of the user that DDTREE cannot serve. This changes nothing.
 
     Args:
         args: the server's arguments as the user gave them. Defaults are not filled in yet.
 
     Raises:
-        ValueError: names the argument, what DDTREE supports and what came.
+        ValueError: names the argument, what DDTREE supports and what was given.
     """
     if (args.speculative_algorithm or "").upper() != "DDTREE":
         refuse_own_args(args)
@@ -172,21 +172,21 @@ def asked_nodes(args: ServerArgs) -> int | None:
         )
     if num_nodes not in (None, int(budget)):
         raise ValueError(
-            f"DDTREE: --speculative-ddtree-budget: expected --speculative-num-draft-tokens, which is {num_nodes}, or "
-            f"'auto', got {budget}: both are the nodes of a verify tree."
+            f"DDTREE: --speculative-ddtree-budget: expected 'auto' or {num_nodes}, as --speculative-num-draft-tokens, got "
+            f"{budget}: both set the nodes of a verify tree."
         )
     return int(budget)
 
 
 def refuse_trace(path: str, dp_size: int) -> None:
-    """Refuse a trace file that cannot be written. It is not opened yet: its server may be refused for another reason.
+    """Refuse a trace file that cannot be written. It is not opened yet, because another argument may be refused.
 
     Args:
         path: of the file.
         dp_size: replicas of the server.
 
     Raises:
-        ValueError: names the argument, what was expected and what came.
+        ValueError: names the argument, what was expected and what was given.
     """
     prefix = "DDTREE: --speculative-ddtree-trace: expected"
     file = Path(path).absolute()
@@ -197,14 +197,12 @@ def refuse_trace(path: str, dp_size: int) -> None:
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"{prefix} a file that this user may write, got {path!r}.")
     if dp_size > 1:
-        raise ValueError(
-            f"{prefix} --dp-size 1 with it, got {dp_size}: every replica would write the same file."
-        )
+        raise ValueError(f"{prefix} --dp-size 1, got {dp_size}: every replica would write the same file.")
 
 
 @contextmanager
 def without_window_warning() -> Iterator[None]:
-    """Hide upstream's warning that --speculative-draft-window-size has no effect. Upstream knows its own algorithms."""
+    """Hide upstream's warning that --speculative-draft-window-size has no effect. With DDTREE it has one."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("--speculative-draft-window-size has no effect")
@@ -230,13 +228,13 @@ def refuse_own_args(args: ServerArgs) -> None:
         value = getattr(args, field)
         if value != default:
             raise ValueError(
-                f"DDTREE: {_flag(field)}: expected --speculative-algorithm DDTREE with it, got "
-                f"{args.speculative_algorithm!r}: without DDTREE, {value!r} has no effect."
+                f"DDTREE: {_flag(field)} {value!r}: expected --speculative-algorithm DDTREE, got "
+                f"{args.speculative_algorithm!r}: the argument has no effect without DDTREE."
             )
 
 
 def refuse_server_args(args: ServerArgs) -> None:
-    """Refuse arguments that DDTREE cannot serve, as upstream has resolved them. It changes nothing.
+    """Refuse resolved arguments that DDTREE cannot serve. This changes nothing.
 
     Args:
         args: the server's arguments.
@@ -288,11 +286,11 @@ def resolve_server_args(args: ServerArgs) -> None:
 
 
 def choose_attention_backends(args: ServerArgs) -> None:
-    """Keeps the prefill backend of the user or of upstream. Gives verify and drafter what DDTREE needs.
+    """Keep the prefill backend that the user or upstream chose. Give verify and drafter the backends that they need.
 
-    Upstream calls everything but prefill decoding. Under speculation, that is the target's verify. Upstream
-    has already derived what the backend needs (page size, graphs). The base backend prefills if the user named
-    none and DDTREE does not know the one that upstream chose.
+    Upstream calls everything except prefill "decode". Under speculation, that is the target's verify. Upstream has
+    already derived what the backend needs (page size, graphs). If the user named no backend and DDTREE does not know
+    the one that upstream chose, the base backend prefills.
 
     Args:
         args: the server's arguments.

@@ -153,9 +153,10 @@ class StepGraphs:
             forward_batch.mrope_positions.view(-1, bs, num_nodes).copy_(mrope)
 
     def capture(self) -> None:
-        """Capture the narrower verify graphs, and what follows a verify.
+        """Capture the narrower verify graphs, and accept and commit for every verify graph.
 
-        Nothing is captured if upstream's graphs of draft and verify, which are there, cannot run a step.
+        Upstream has captured a draft graph and the widest verify graph. If these cannot run a step, this captures
+        nothing.
         """
         widest = self.target_runner.decode_cuda_graph_runner
         if not (self._is_complete(self.draft_runner) and self._is_complete(self.target_runner)):
@@ -194,14 +195,14 @@ class StepGraphs:
         return sorted(self.target_runner.decode_cuda_graph_runner.capture_bs)
 
     def can_run(self, bs: int) -> bool:
-        """Return whether the graphs hold `bs` requests and need no more than what draft() gives them."""
+        """Return whether the graphs can run a step of `bs` requests."""
         runners = (self.draft_runner, self.target_runner)
         if not self._verifiers or any(runner.device_timer for runner in runners):
             return False
         return all(bs <= runner.decode_cuda_graph_runner.max_bs for runner in runners)
 
     def _is_complete(self, runner: ModelRunner) -> bool:
-        """Return whether a runner's graphs have no inputs but ours, and nothing on the host watches its forwards."""
+        """Return whether we give all inputs of a runner's graphs, and nothing on the host watches its forwards."""
         graphs = runner.decode_cuda_graph_runner
         if not isinstance(graphs, DecodeCudaGraphRunner):  # without graphs it is upstream's EagerRunner
             return False
@@ -210,7 +211,7 @@ class StepGraphs:
         if not prepares_in_graph(runner.attn_backend):
             return False
         if runner is self.draft_runner and runner.model_config.model_is_mrope:
-            return False  # write_block() knows no deltas
+            return False  # write_block() does not add the deltas
         watched = runner.canary_manager or runner.eplb_manager or runner.msprobe_debugger
         moe = get_exec().moe
         watched = watched or moe.expert_distribution_recorder_mode or moe.elastic_ep_backend
@@ -258,7 +259,7 @@ class StepGraphs:
             # Upstream may give both runners the same buffers.
             seq_lens, rows = graphs.buffers.seq_lens, graphs.buffers.req_pool_indices
             inputs[seq_lens.data_ptr()] = seq_lens, batch.seq_lens, graphs.seq_len_fill_value
-            # Padding: row 0 of the slot table, whose slots are nobody's.
+            # Padding: row 0 of the slot table, which belongs to no request.
             inputs[rows.data_ptr()] = rows, batch.req_pool_indices, 0
         torch._foreach_copy_(
             [buffer[: self.bs] for buffer, _, _ in inputs.values()],
@@ -270,7 +271,7 @@ class StepGraphs:
         return self
 
     def draft(self) -> None:
-        """Replays the draft graph, which builds the trees. A step of width 1 has none."""
+        """Replay the draft graph, which builds the trees. A step of width 1 has no draft."""
         if self.num_nodes > 1:
             self._replay(self.draft_runner.decode_cuda_graph_runner)
 
@@ -282,7 +283,7 @@ class StepGraphs:
         return trees if self.num_nodes == trees.tokens.shape[1] else first_nodes(trees, self.num_nodes)
 
     def verify(self) -> tuple[LogitsProcessorOutput, torch.Tensor]:
-        """Replays the verify graph.
+        """Replay the verify graph.
 
         Returns:
             The output, with logits [bs * N, vocabulary], and the nodes' positions: [bs * N] int64.
@@ -306,7 +307,7 @@ class StepGraphs:
         return self.commits.target(self.bs, self.num_nodes).flatten()
 
     def accept(self, target: torch.Tensor) -> tuple[Accepted, torch.Tensor]:
-        """Follows the drafted tokens that equal the target's, and commits that path.
+        """Follow the drafted tokens that equal the target's, and commit that path.
 
         Args:
             target: target_out.

@@ -1,4 +1,4 @@
-"""What DDTREE needs to know of a target, from its configuration alone: whether it serves it, and what it keeps."""
+"""What DDTREE reads from a target's configuration: whether it can serve the target, and what the target keeps."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ CAPTURE, DSPARK_CAPTURE = "set_dflash_layers_to_capture", "set_dspark_layers_to_
 
 
 def offer_capture(model: Any) -> None:
-    """Let the drafter read the hidden states of a target that offers them under DSPARK's name only.
+    """Let the drafter read the hidden states of a target that offers them only under DSPARK's name.
 
-    Upstream (0.5.23) asks for DFLASH's, which Kimi-Linear lacks.
+    Upstream (0.5.23) asks for DFLASH's name, which Kimi-Linear lacks.
     """
     if hasattr(model, DSPARK_CAPTURE) and not hasattr(model, CAPTURE):
         setattr(model, CAPTURE, getattr(model, DSPARK_CAPTURE))
@@ -86,8 +86,8 @@ def _attention_layers(config: ModelConfig) -> int:
     return config.num_attention_layers if recurrent is None else len(recurrent.full_attention_layer_ids)
 
 
-def _alone(tp_size: int) -> dict[str, Any]:
-    """Return what configurations of recurrent layers ask of SGLang's parallel context, which only a server has."""
+def _parallel_context(tp_size: int) -> dict[str, Any]:
+    """Return what recurrent layers' configurations read from SGLang's parallel context, which only a server has."""
     return dict(attn_tp_size=tp_size, tp_size=tp_size, enable_cp_tp_group_sharing=False)
 
 
@@ -96,25 +96,25 @@ def state_bytes(config: ModelConfig, tp_size: int) -> int:
     recurrent = mambaish_config(config)
     if recurrent is None:
         return 0
-    with get_parallel().override(**_alone(tp_size)):
+    with get_parallel().override(**_parallel_context(tp_size)):
         return recurrent.mamba2_cache_params.mamba_cache_per_req
 
 
 def refuse_target(args: ServerArgs) -> None:
-    """Refuse a target that keeps of its tokens what DDTREE cannot commit, by its configuration.
+    """Refuse a target whose configuration says that it keeps data per token that DDTREE cannot commit.
 
     Args:
         args: the server's arguments.
 
     Raises:
-        ValueError: names the target, what was expected and what came.
+        ValueError: names the target, what was expected and what was given.
     """
     config = model_config_of(args)
     prefix = f"DDTREE: {TARGET_FLAG}: {args.model_path}: expected"
     if (kind := _sparse_kind(config)) is not None:
         raise ValueError(
-            f"{prefix} layers that keep one row of K and V per token, got {kind}: what else it keeps would not move "
-            "with the accepted KV."
+            f"{prefix} layers that keep one row of K and V per token, got {kind}: its other data per token would "
+            "not move with the accepted KV."
         )
     if mambaish_config(config) is not None and (gaps := kind_gaps(config)):
         raise ValueError(f"{prefix} recurrent layers that the tree ops cover, got {gaps[0]}.")
@@ -136,9 +136,9 @@ def _sparse_kind(config: ModelConfig) -> str | None:
 
 
 def target_faults(config: ModelConfig, *, device: str, num_nodes: int) -> Iterator[str]:
-    """Name what else the worker would refuse of a target.
+    """Name the other reasons for which the worker would refuse a target.
 
-    The worker knows more: it sees the layers themselves.
+    The worker may find more reasons, because it sees the layers themselves.
 
     Args:
         config: of a target that refuse_target() accepts.
@@ -146,19 +146,19 @@ def target_faults(config: ModelConfig, *, device: str, num_nodes: int) -> Iterat
         num_nodes: N.
 
     Yields:
-        For each reason, what was expected and what came.
+        For each reason, what was expected and what was given.
     """
     from sglang.srt.models.registry import ModelRegistry
 
     model, _ = ModelRegistry.resolve_model_cls(config.hf_config.architectures)
     if not (hasattr(model, CAPTURE) or hasattr(model, DSPARK_CAPTURE)):
         yield (
-            f"expected a model that gives a drafter its hidden states, with {CAPTURE}(), got {model.__name__}, for "
-            "which SGLang has no DFLASH either."
+            f"expected a model with {CAPTURE}(), which gives a drafter its hidden states, got {model.__name__}: SGLang "
+            "does not support DFLASH for it either."
         )
     if mambaish_config(config) is None:
         return
-    with get_parallel().override(**_alone(1)):
+    with get_parallel().override(**_parallel_context(1)):
         params = mambaish_config(config).mamba2_cache_params
     h_v, d_v, d_k = params.shape.temporal
     sizes = [(d_k, d_v)] if h_v * d_v * d_k else []  # short convolutions alone have no state

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def first_nodes(trees: DraftTrees, num_nodes: int) -> DraftTrees:
     """Copy the first nodes of trees. The copies are the trees that build_trees() makes for this width.
 
-    They keep as many ancestor words as the wider trees have, which is what a workspace for these wants.
+    They keep as many ancestor words as the wider trees, because a workspace for the wider trees expects as many.
 
     Args:
         trees: of bs requests.

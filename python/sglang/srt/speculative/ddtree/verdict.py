@@ -91,7 +91,7 @@ def _sentences(error: Exception) -> list[str]:
 
 
 def _refuse_missing_target(target: str, arguments: list[str]) -> None:
-    """Raise ValueError for a target that is not there, before upstream asks the hub for it again and again."""
+    """Raise ValueError for a missing target, before upstream asks the hub for it again and again."""
     from sglang.srt.utils.common import is_remote_url
 
     flag = REVISION_FLAGS[TARGET_FLAG]
@@ -101,7 +101,7 @@ def _refuse_missing_target(target: str, arguments: list[str]) -> None:
 
 
 def _platform(device: str) -> AbstractContextManager[Any]:
-    """Let SGLang resolve arguments for an H200 where CUDA is asked for and there is no GPU."""
+    """Let SGLang resolve arguments for an H200 if the device is CUDA and this host has no GPU."""
     if not device.startswith("cuda") or torch.cuda.is_available():
         return nullcontext()
     return override_platform(**H200)
@@ -141,11 +141,11 @@ class Models(NamedTuple):
         return cls(view, view.device.split(":")[0], target, drafter, kv_dtype)
 
     def target_gaps(self) -> list[str]:
-        """Name what the tree ops cannot do of the target's attention."""
+        """Name the parts of the target's attention that the tree ops do not cover."""
         return self._gaps(self.target)
 
     def drafter_gaps(self) -> list[str]:
-        """Name what the tree ops cannot do of the drafter's attention."""
+        """Name the parts of the drafter's attention that the tree ops do not cover."""
         from sglang.srt.models.dflash import _get_dflash_layer_attention_params
 
         config = self.drafter.hf_config

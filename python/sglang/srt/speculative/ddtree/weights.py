@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def updated_models(selector: str) -> str:
     """Say which models a weight update, or a check of the weights, is for.
 
-    A drafter is trained for itself. Its layers have the names of the target's, so loading the target's weights
-    into it succeeds and ruins it.
+    A drafter has weights of its own, but its layers have the same names as the target's. Loading the target's
+    weights into it would succeed and ruin it.
 
     Args:
         selector: upstream's "target", "draft" or "all". Updates from disk and by IPC are always for "all".

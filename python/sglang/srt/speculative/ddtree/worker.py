@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_TOKENS = (1, 16, 17)  # Triton compiles apart for 1, for multiples of 16, and for the rest
+WARM_UP_TOKENS = (1, 16, 17)  # Triton compiles separately for 1, for multiples of 16, and for the rest
 
 
 class DDTreeWorker(DFlashWorkerV2):
@@ -119,7 +119,7 @@ class DDTreeWorker(DFlashWorkerV2):
 
     @property
     def _is_domino(self) -> bool:
-        """Whether the base class drafts its chain with Domino, for which it needs CUDA and bfloat16. It never does."""
+        """False: the base class never drafts a chain with Domino, for which it would need CUDA and bfloat16."""
         return False
 
     @_is_domino.setter
@@ -280,8 +280,8 @@ class DDTreeWorker(DFlashWorkerV2):
             return step_costs(graphs)
         if isinstance(self.model_runner.decode_cuda_graph_runner, DecodeCudaGraphRunner):
             logger.warning(
-                "DDTREE: --speculative-ddtree-budget auto: every step verifies %d nodes, because this server's steps need "
-                "more than the graphs of several widths write themselves.",
+                "DDTREE: --speculative-ddtree-budget auto has no effect: every step verifies %d nodes, because the graphs of "
+                "this server's model cannot compute all of their inputs themselves.",
                 self.num_nodes,
             )
             return None
@@ -300,18 +300,19 @@ class DDTreeWorker(DFlashWorkerV2):
             ]
 
     def _warm_up(self) -> None:
-        """Run the Triton kernels that no graph holds and no plain server has: a request would wait for the compiler.
+        """Compile the Triton kernels that are in no graph and that a plain server does not run.
 
-        Upstream's kernels of a prefill are left to the request that a server sends itself before it is ready.
+        Otherwise a request would wait for the compiler. The request that a server sends itself before it is ready
+        compiles upstream's kernels of a prefill.
         """
         self._warm_up_draft_kv()
         self._warm_up_reservations()
 
     def _warm_up_reservations(self) -> None:
-        """Reserves no slots for batches of made-up requests. Triton compiles apart for each power of two.
+        """Run upstream's kernel that reserves slots, on batches of dummy requests that need none.
 
-        The reserved slots are a part of the list of free slots, so they need not start at a multiple of 16 bytes,
-        and Triton compiles apart for that too.
+        Triton compiles it separately for each power of two of the batch size, and for slots that do not start at a
+        multiple of 16 bytes. Real ones may not, because they are a part of the list of free slots.
         """
         table = self.model_runner.req_to_token_pool.req_to_token
         for bits in range((self.model_runner.max_running_requests - 1).bit_length() + 1):
@@ -321,7 +322,7 @@ class DDTreeWorker(DFlashWorkerV2):
                 assign_req_to_token_pool_func(rows, table, lens, lens, slots, len(rows))
 
     def _warm_up_draft_kv(self) -> None:
-        """Write the drafter's KV of made-up prefills to the padding's slot."""
+        """Write the drafter's KV of dummy prefills to the padding's slot."""
         fc = self.draft_model.fc
         width = fc.input_size if hasattr(fc, "input_size") else fc.in_features
         for tokens in WARM_UP_TOKENS:
@@ -531,7 +532,7 @@ class DDTreeWorker(DFlashWorkerV2):
             self.recurrent.commit(positions[:, 0], accepted, slots.shape[1])
 
     def _report_difference(self, batch: ScheduleBatch) -> None:
-        """Report what a validating verify has found, now and then."""
+        """Report from time to time what a validating verify has found."""
         if self.difference is None:
             return
         found = self.difference.step({request.kv.req_pool_idx: request.rid for request in batch.reqs})
