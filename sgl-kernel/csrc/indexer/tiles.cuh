@@ -7,12 +7,7 @@
 
 #include <cuda_bf16.h>
 
-#include "common/pdl.cuh"
 #include "indexer/traits.h"
-
-#ifndef DDTREE_INDEX_PDL
-#define DDTREE_INDEX_PDL 1
-#endif
 
 namespace ddtree {
 
@@ -93,8 +88,6 @@ __device__ __forceinline__ Part find_part(const IndexLogitsParams& p, int limit)
 // Calls process(request, first tile, last tile + 1) for the requests of this block's part.
 template <typename Traits, typename Process>
 __device__ __forceinline__ void for_each_request(const IndexLogitsParams& p, int limit, Process process) {
-  wait_for_primary();
-  allow_dependents();
   const Part part = find_part<Traits>(p, limit);
   if (part.begin == part.end) return;
   for (int request = part.request, start = part.start; start < part.end; ++request) {
@@ -104,8 +97,6 @@ __device__ __forceinline__ void for_each_request(const IndexLogitsParams& p, int
   }
 }
 
-// Launches the kernel as a programmatic dependent of the one before it, whose end it waits for: its blocks are set up
-// in the meantime. In a decode step that is a tenth of the kernel's time.
 template <typename Traits>
 cudaError_t launch_index(void (*kernel)(IndexLogitsParams), const IndexLogitsParams& p, int shared,
                          cudaStream_t stream) {
@@ -116,17 +107,8 @@ cudaError_t launch_index(void (*kernel)(IndexLogitsParams), const IndexLogitsPar
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kMaxSharedBytes);
   }
   if (status != cudaSuccess) return status;
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(Traits::kBlocks * multiprocessors);
-  config.blockDim = dim3(Traits::kThreads);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = DDTREE_INDEX_PDL;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  kernel<<<Traits::kBlocks * multiprocessors, Traits::kThreads, shared, stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace ddtree
