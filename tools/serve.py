@@ -9,7 +9,6 @@ stops after checking the arguments, needs no .venv, and is what `make serve` doe
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import re
@@ -27,7 +26,7 @@ from types import FrameType
 from typing import IO
 
 from tools import demo_model
-from tools.errors import ToolError, exit_on_error
+from tools.errors import ArgumentParser, ToolError, exit_on_error
 from tools.quiet import relay
 from tools.upstream import ROOT
 
@@ -224,7 +223,7 @@ def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m tools.serve", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
     parser.add_argument("--model-path", "--model")

@@ -43,6 +43,7 @@ from benchmark.ddtree.stages import WAIT, Stages, read_trace, watch
 
 FOLDER = Path(__file__).parent
 SKIPPED_STEPS = 8  # they compile what is compiled at the first use
+LATER_SKIPPED_STEPS = 3  # of the rounds after the first
 PROFILED_STEPS = 24
 START_SECONDS = 300
 
@@ -64,7 +65,9 @@ def decode(engine: Engine, batch: Batch, tokens: int) -> None:
     engine.generate(batch.prompts, temperature=batch.temperature, max_new_tokens=tokens, ignore_eos=True)
 
 
-def time_stages(engine: Engine, stages: Stages, batches: list[Batch], tokens: int) -> dict[str, Any]:
+def time_stages(
+    engine: Engine, stages: Stages, batches: list[Batch], tokens: int, skipped: int = SKIPPED_STEPS
+) -> dict[str, Any]:
     """Times the stages of the steps in which all prompts of a batch are answered at once.
 
     Args:
@@ -72,6 +75,7 @@ def time_stages(engine: Engine, stages: Stages, batches: list[Batch], tokens: in
         stages: what `watch` made.
         batches: of the same size, answered one after the other.
         tokens: of an answer.
+        skipped: first steps of each batch that are left out.
 
     Returns:
         Per step: its time, the host's own time and wait, all in microseconds; time and calls by stage. And the time per
@@ -85,13 +89,13 @@ def time_stages(engine: Engine, stages: Stages, batches: list[Batch], tokens: in
     tpot_ms: list[float] = []
     for batch in batches:
         seconds, known = stages.seconds, set(stages.tokens)
-        stages.skip(SKIPPED_STEPS)
+        stages.skip(skipped)
         decode(engine, batch, tokens)
         new = stages.tokens.keys() - known
         tpot_ms += [1e3 * (stages.seconds - seconds) / max(1, stages.tokens[name]) for name in new]
     steps = stages.steps
     if steps == 0:
-        raise ValueError(f"--tokens: expected enough for more than {SKIPPED_STEPS} steps, got {tokens}")
+        raise ValueError(f"--tokens: expected enough for more than {skipped} steps, got {tokens}")
     host_us = {stage: 1e6 * seconds / steps for stage, seconds in stages.self_seconds.items()}
     waited_us = host_us.pop(WAIT, 0.0)
     step_us = 1e6 * stages.seconds / steps
@@ -101,10 +105,23 @@ def time_stages(engine: Engine, stages: Stages, batches: list[Batch], tokens: in
         host_busy_us=step_us - waited_us,
         waited_us=waited_us,
         tokens_per_step=stages.tokens.total() / steps / size,
-        tpot_ms=tpot_ms,
+        tpot_ms=[round(value, 4) for value in tpot_ms],
         host_us=host_us,
         calls={stage: count / steps for stage, count in stages.calls.items()},
     )
+
+
+class OneWidth(NamedTuple):
+    """A budget that always chooses the same width."""
+
+    width: int
+    calibration_error: float = 0.0
+
+    def choose(self, load: Any) -> int:
+        return self.width
+
+    def observe(self, step: Any) -> None:
+        pass
 
 
 class Widths:
@@ -116,10 +133,19 @@ class Widths:
 
     def __init__(self, engine: Engine) -> None:
         self._counts: Counter[int] = Counter()
-        control = getattr(engine.scheduler.draft_worker, "control", None)
+        self._control = control = getattr(engine.scheduler.draft_worker, "control", None)
         if control is not None:
             self._budget, self._most = control.budget, None
             self._choose, control.choose = control.choose, self._count
+
+    def can_be(self, width: int) -> bool:
+        """Returns whether the engine can run steps of this width by order."""
+        return self._control is not None and width in self._budget.widths
+
+    def fix(self, width: int | None) -> None:
+        """Orders a width for the next steps, of which the budget learns nothing. None: the budget chooses again."""
+        if self._control is not None:
+            self._control.budget = self._budget if width is None else OneWidth(width)
 
     def _count(self, load: Any) -> int:
         width = self._choose(load)
@@ -259,18 +285,30 @@ class Measurement:
                 break
             with turn:
                 for name, of_row in of_round.items():
-                    for batch in of_row:  # fills the radix cache with the prompts
-                        decode(engine, batch, 1 if i > 0 else 2 * SKIPPED_STEPS)
-                    widths.take()
-                    if stand_in is not None:
-                        stand_in.begin(of_row[0].temperature, len(of_row[0].prompts))
-                    row = dict(case=case, batch=name, round=i)
-                    row |= time_stages(engine, stages, of_row, options.tokens) | widths.take()
-                    if stand_in is not None:
-                        row |= dict(tokens_per_step=stand_in.tokens_per_step(), tpot_ms=[])
-                    if not options.no_profile:
-                        row["profile"] = profile(engine, stages, of_row[0])
-                    rows.put(row)
+                    for batch in of_row if i == 0 else ():  # fills the radix cache with the prompts
+                        decode(engine, batch, 2 * SKIPPED_STEPS)
+                    for width in (None, *filter(widths.can_be, options.also)):
+                        widths.fix(width)
+                        widths.take()
+                        if stand_in is not None:
+                            stand_in.begin(of_row[0].temperature, len(of_row[0].prompts))
+                        named = case if width is None else f"{case.split(':')[0]}, graphs of auto:{width}"
+                        row = dict(case=named, batch=name, round=i)
+                        skipped = SKIPPED_STEPS if i == 0 else LATER_SKIPPED_STEPS
+                        try:
+                            row |= time_stages(engine, stages, of_row, options.tokens, skipped)
+                        except ValueError as error:  # one row less is no reason to lose the others
+                            print(f"{named}, {name}, round {i}: {error}", file=sys.stderr, flush=True)
+                            continue
+                        row |= widths.take()
+                        if stand_in is not None:
+                            row |= dict(tokens_per_step=stand_in.tokens_per_step(), tpot_ms=[])
+                        if not options.no_profile:
+                            row["profile"] = profile(engine, stages, of_row[0])
+                        if options.rounds > 1:
+                            del row["host_us"], row["calls"]  # they would make a large file
+                        rows.put(row)
+                    widths.fix(None)
 
 
 class LastRound:
@@ -298,7 +336,8 @@ def keep(rows: Any, result: dict[str, Any], output: Path, options: argparse.Name
         output: file.
         options: the command's.
     """
-    of_round = len(options.cases) * len(options.batches) * len(options.contexts) * len(options.temperatures)
+    cases = len(options.cases) + len(options.also) * sum("=auto" in case for case in options.cases)
+    of_round = cases * len(options.batches) * len(options.contexts) * len(options.temperatures)
     for row in iter(rows.get, None):
         result["results"].append(row)
         result["summary"] = summarize(result["results"])
@@ -374,7 +413,7 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if tpot_ms:
             line["tpot_ms"] = statistics.median(tpot_ms), tpot_ms[math.ceil(0.99 * len(tpot_ms)) - 1]
         others = {name: rate for (of, name), rate in speed.items() if of == batch and name != case}
-        fixed = {name: rate for name, rate in others.items() if "auto" not in name}
+        fixed = {name: rate for name, rate in others.items() if "=auto" not in name}
         compared = {f"ratio_to_{name}": name for name in others if name.split(":")[0] in ("none", "DFLASH")}
         if fixed:
             line["best"] = compared["ratio_to_best"] = max(fixed, key=fixed.__getitem__)
@@ -490,6 +529,10 @@ def parse() -> argparse.Namespace:
         "--contexts", type=int, nargs="+", default=[4096], help="tokens per prompt, for --shape"
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument(
+        "--also", type=int, nargs="+", default=[],
+        help="widths that an engine with speculative_ddtree_budget=auto also runs by order",
+    )  # fmt: skip
     parser.add_argument(
         "--acceptance", type=Path, nargs="+", help="for --shape: a trace of record_trace.py per temperature"
     )

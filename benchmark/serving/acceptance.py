@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from sglang.srt.speculative.ddtree.calibration import Calibration
+from sglang.srt.speculative.ddtree.expectation import LATE
 from sglang.srt.speculative.ddtree.trace import read_trace
 from sglang.srt.speculative.ddtree.width_control import READ_TOTALS_EVERY
 
@@ -168,7 +169,8 @@ class StandIn:
     def tokens_per_step(self) -> float:
         """Returns the tokens per step and request since begin()."""
         if self._chooses:
-            return sum(self._emitted) / len(self._emitted)
+            emitted = self._emitted[LATE:]  # the first reports are of steps before begin()
+            return sum(emitted) / len(emitted)
         if self._algorithm is None:
             return 1.0
         return (

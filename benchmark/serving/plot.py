@@ -1,13 +1,16 @@
-"""Draws tokens per second and time per output token against requests at once, from a results file of bench.py.
+"""Draws tokens per second and time per output token against concurrent requests.
 
-python3 -m venv /tmp/plot && /tmp/plot/bin/pip install matplotlib
-/tmp/plot/bin/python -m benchmark.serving.plot RESULTS.json --output PICTURE.png
+The results are of benchmark.ddtree.host_step (without HTTP) or of bench.py (servers over HTTP).
+
+    python3 -m venv /tmp/plot && /tmp/plot/bin/pip install matplotlib
+    /tmp/plot/bin/python -m benchmark.serving.plot RESULTS.json [RESULTS.json ...] --output PICTURE.png
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,74 +20,93 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-COLORS = {"none": "#9a9a9a", "DFLASH": "#d9822b", "auto": "#1a7f37"}
+COLORS = {"plain": "#9a9a9a", "DFLASH": "#d9822b", "auto": "#1a7f37"}
 BLUES = ("#b8d4ec", "#74a9d8", "#1f5a94", "#0b2e4f")
 
 
 def label_of(case: str) -> str:
-    """Return how a case is called in the picture."""
-    if "auto" in case:
+    """Return what a case is called in the picture."""
+    if "=auto" in case:
         return "auto"
-    return "plain" if case == "none" else case.replace("DDTREE:", "N=")
+    return "plain" if case == "none" else re.sub(r"DDTREE.*:", "N=", case)
 
 
-def draw_lines(axes: Axes, summary: list[dict[str, Any]], field: str, title: str) -> None:
-    """Draw one line per case, with its interval.
+def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row per case and load: label, requests, temperature, (median, low, high) of tokens_per_second, p50, p99.
+
+    p50 and p99 are milliseconds per output token.
+    """
+    found = []
+    for row in result["summary"]:
+        if "concurrency" in row:
+            requests, temperature = row["concurrency"], row["temperature"]
+            rate, p50, p99 = row["output_throughput"], row["median_tpot_ms"][0], row["p99_tpot_ms"][0]
+        else:
+            requests = int(re.match(r"batch (\d+)", row["batch"])[1])
+            sampled = re.search(r"T = (\S+)", row["batch"])
+            temperature = float(sampled[1]) if sampled else 0.0
+            rate, (p50, p99) = row["tokens_per_second"], row["tpot_ms"]
+        found.append(
+            dict(
+                label=label_of(row["case"]), requests=requests, temperature=temperature, tokens_per_second=rate,
+                p50=p50, p99=p99,
+            )
+        )  # fmt: skip
+    return found
+
+
+def draw_lines(axes: Axes, rows: list[dict[str, Any]], field: str, title: str) -> None:
+    """Draw one line per case, with its interval if it has one.
 
     Args:
         axes: to draw on.
-        summary: rows of one temperature.
-        field: of a row: (median, low, high).
+        rows: of one temperature, from rows_of().
+        field: of a row.
         title: of the axes.
     """
-    cases = list(dict.fromkeys(row["case"] for row in summary))
     blues = iter(BLUES)
-    for case in cases:
-        rows = sorted((row for row in summary if row["case"] == case), key=lambda row: row["concurrency"])
-        label = label_of(case)
-        color = COLORS.get(case) or COLORS.get(label) or next(blues)
-        at = [row["concurrency"] for row in rows]
-        middle, low, high = zip(*(row[field] for row in rows))
-        axes.plot(
-            at,
-            middle,
-            marker="o",
-            markersize=3,
-            color=color,
-            label=label,
-            linewidth=2 if label == "auto" else 1.2,
-        )
+    for label in sorted(
+        {row["label"] for row in rows}, key=lambda label: (label == "auto", len(label), label)
+    ):
+        of_label = sorted((row for row in rows if row["label"] == label), key=lambda row: row["requests"])
+        color = COLORS.get(label) or next(blues)
+        at = [row["requests"] for row in of_label]
+        values = [
+            row[field] if isinstance(row[field], (list, tuple)) else [row[field]] * 3 for row in of_label
+        ]
+        middle, low, high = zip(*values)
+        width = 2.2 if label == "auto" else 1.2
+        axes.plot(at, middle, marker="o", markersize=3, color=color, label=label, linewidth=width)
         axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("requests at once")
+    axes.set_yscale("log")
+    axes.set_xlabel("concurrent requests")
+    axes.set_xticks(at, [str(n) for n in at])
     axes.set_title(title, fontsize=9)
-    axes.grid(alpha=0.3)
+    axes.grid(alpha=0.3, which="both")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    summary = json.loads(options.results.read_text())["summary"]
-    temperatures = sorted({row["temperature"] for row in summary})
+    rows = [row for path in options.results for row in rows_of(json.loads(path.read_text()))]
+    temperatures = sorted({row["temperature"] for row in rows})
     figure, grid = plt.subplots(
         len(temperatures), 3, figsize=(11, 3.4 * len(temperatures)), squeeze=False, layout="constrained"
     )
+    titles = dict(
+        tokens_per_second="tokens per second, all requests",
+        p50="time per output token, median, ms",
+        p99="time per output token, 99th percentile, ms",
+    )
     for row_of_axes, temperature in zip(grid, temperatures):
-        rows = [row for row in summary if row["temperature"] == temperature]
-        for axes, (field, title) in zip(
-            row_of_axes,
-            (
-                ("output_throughput", "tokens per second"),
-                ("median_tpot_ms", "time per output token, median, ms"),
-                ("p99_tpot_ms", "time per output token, 99%, ms"),
-            ),
-        ):
-            draw_lines(axes, rows, field, f"T = {temperature:g}: {title}")
-            axes.set_ylim(bottom=0)
+        of_temperature = [row for row in rows if row["temperature"] == temperature]
+        for axes, (field, title) in zip(row_of_axes, titles.items()):
+            draw_lines(axes, of_temperature, field, f"T = {temperature:g}: {title}")
     grid[0][0].legend(fontsize=8)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.output, dpi=140)

@@ -1,18 +1,20 @@
-"""Draft trees for the tests: candidates, the tree rule in plain Python, and the tensors that follow from it."""
+"""Draft trees for the tests: candidates, the tree rule in plain Python, the tensors that follow, and checks of an op."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from sgl_kernel.ddtree import DraftTrees, build_trees
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+on_each_device = pytest.mark.parametrize("device", DEVICES)
 Node = tuple  # (depth, index of the parent, rank)
 
 
@@ -184,6 +186,41 @@ def built(
     out = poisoned(candidates.shape[0], num_nodes, device)
     build_trees(candidates.to(device), log_probs.to(device), bonus.to(device), out, **options)
     return on_cpu(out)
+
+
+def build_arguments(
+    candidates: torch.Tensor,
+    log_probs: torch.Tensor,
+    bonus: torch.Tensor,
+    num_nodes: int,
+    device: str,
+    *,
+    beam: torch.Tensor | None = None,
+) -> list[Any]:
+    """The arguments of torch.ops.sgl_kernel.ddtree_build, in its order."""
+    candidates, log_probs, bonus = (x.to(device) for x in (candidates, log_probs, bonus))
+    beam = None if beam is None else beam.to(device)
+    bs = candidates.shape[0]
+    trees = tensors_of(poisoned(bs, num_nodes, device)).values()
+    scores = torch.empty(bs, num_nodes, device=device)
+    return [candidates, log_probs, None, beam, bonus, False, *trees, scores]
+
+
+def check_registration(op: Any, arguments: Sequence[Any]) -> None:
+    """The schema (mutations and aliases), fake tensors and autograd registration are as torch requires."""
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(op.default, arguments, test_utils=tests)
+
+
+def assert_refused(
+    op: Any, arguments: Sequence[Any], changes: dict[int, Callable[[Any], Any]], message: str
+) -> None:
+    """Assert that an op refuses its arguments, some of which are changed, by position."""
+    changed = list(arguments)
+    for position, change in changes.items():
+        changed[position] = change(changed[position])
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        op(*changed)
 
 
 def tensors_of(record: Any) -> dict[str, torch.Tensor]:

@@ -7,12 +7,13 @@ import pytest
 import torch
 from ci_registration import register_cpu_ci, register_cuda_ci
 from draft_tree_cases import (
-    DEVICES,
     assert_equal,
     built,
     candidates_of,
+    check_registration,
     log_probs_of,
     on_cpu,
+    on_each_device,
     tensors_of,
     trees_of,
 )
@@ -20,8 +21,6 @@ from sgl_kernel.ddtree import Accepted, DraftTrees, accept_path
 
 register_cpu_ci(est_time=15, suite="kernel")
 register_cuda_ci(est_time=20, suite="gpu")
-
-on_each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def walk(trees: DraftTrees, target: torch.Tensor, block_size: int) -> Accepted:
@@ -142,15 +141,11 @@ def test_wide_batch(device):
 
 
 @on_each_device
-def test_opcheck(device):
-    """The schema (mutations and aliases), fake tensors and autograd registration are as torch requires."""
+def test_registration(device):
     trees, out = chain(5), Accepted.allocate(1, 3, device)
-    arguments = [trees.tokens, trees.parents, torch.zeros(1, 5, dtype=torch.int64)]
-    torch.library.opcheck(
-        torch.ops.sgl_kernel.ddtree_accept.default,
-        [*(t.to(device) for t in arguments), out.path, out.tokens, out.lengths, out.bonus],
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-    )
+    given = (t.to(device) for t in (trees.tokens, trees.parents, torch.zeros(1, 5, dtype=torch.int64)))
+    arguments = [*given, out.path, out.tokens, out.lengths, out.bonus]
+    check_registration(torch.ops.sgl_kernel.ddtree_accept, arguments)
 
 
 @pytest.mark.parametrize(

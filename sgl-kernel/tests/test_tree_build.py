@@ -8,24 +8,24 @@ import pytest
 import torch
 from ci_registration import register_cpu_ci, register_cuda_ci
 from draft_tree_cases import (
-    DEVICES,
     assert_equal,
+    assert_refused,
+    build_arguments,
     built,
     candidates_of,
+    check_registration,
     expected_trees,
     log_probs_of,
     on_cpu,
+    on_each_device,
     paths_of,
     poisoned,
-    tensors_of,
     tied_log_probs_of,
 )
 from sgl_kernel.ddtree import build_trees
 
 register_cpu_ci(est_time=20, suite="kernel")
 register_cuda_ci(est_time=30, suite="gpu")
-
-on_each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def inputs(bs, depth, width, sharpness, seed):
@@ -211,17 +211,12 @@ def test_empty_batch(device):
 
 
 def arguments(device):
-    candidates, log_probs, bonus = (x.to(device) for x in inputs(2, 3, 4, 1.0, seed=7))
-    rest = tensors_of(poisoned(2, 5, device)).values()
-    scores = torch.empty(2, 5, device=device)
-    return [candidates, log_probs, None, None, bonus, False, *rest, scores]
+    return build_arguments(*inputs(2, 3, 4, 1.0, seed=7), 5, device)
 
 
 @on_each_device
-def test_opcheck(device):
-    """The schema (mutations and aliases), fake tensors and autograd registration are as torch requires."""
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.sgl_kernel.ddtree_build.default, arguments(device), test_utils=tests)
+def test_registration(device):
+    check_registration(torch.ops.sgl_kernel.ddtree_build, arguments(device))
 
 
 @pytest.mark.parametrize(
@@ -249,10 +244,7 @@ def test_opcheck(device):
     ],
 )
 def test_errors(position, change, message):
-    changed = arguments("cpu")
-    changed[position] = change(changed[position])
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        torch.ops.sgl_kernel.ddtree_build(*changed)
+    assert_refused(torch.ops.sgl_kernel.ddtree_build, arguments("cpu"), {position: change}, message)
 
 
 if __name__ == "__main__":

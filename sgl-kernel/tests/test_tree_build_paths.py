@@ -10,22 +10,23 @@ from ci_registration import register_cpu_ci, register_cuda_ci
 from draft_tree_cases import (
     DEVICES,
     assert_equal,
+    assert_refused,
+    build_arguments,
     built,
     candidates_of,
+    check_registration,
     expected_trees,
     log_probs_of,
     on_cpu,
+    on_each_device,
     paths_of,
-    poisoned,
     rows_of,
-    tensors_of,
 )
 from sgl_kernel.ddtree import MAX_PATHS, Accepted, DraftTrees, accept_path, build_trees
 
 register_cpu_ci(est_time=30, suite="kernel")
 register_cuda_ci(est_time=40, suite="gpu")
 
-on_each_device = pytest.mark.parametrize("device", DEVICES)
 on_each_kind = pytest.mark.parametrize("kind", ["pairs", "beam"])
 
 
@@ -259,15 +260,13 @@ def test_replays_read_the_current_rows(kind):
 
 
 def arguments(device):
-    candidates, log_probs, bonus, beam = (x.to(device) for x in case_of("beam", 2, 3, 4, 1.0))
-    rest = tensors_of(poisoned(2, 5, device)).values()
-    return [candidates, log_probs, None, beam, bonus, False, *rest, None]
+    candidates, log_probs, bonus, beam = case_of("beam", 2, 3, 4, 1.0)
+    return build_arguments(candidates, log_probs, bonus, 5, device, beam=beam)
 
 
 @on_each_device
-def test_opcheck(device):
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.sgl_kernel.ddtree_build.default, arguments(device), test_utils=tests)
+def test_registration(device):
+    check_registration(torch.ops.sgl_kernel.ddtree_build, arguments(device))
 
 
 @pytest.mark.parametrize(
@@ -289,11 +288,7 @@ def test_opcheck(device):
     ],
 )
 def test_errors(changes, message):
-    changed = arguments("cpu")
-    for position, change in changes.items():
-        changed[position] = change(changed[position])
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        torch.ops.sgl_kernel.ddtree_build(*changed)
+    assert_refused(torch.ops.sgl_kernel.ddtree_build, arguments("cpu"), changes, message)
 
 
 if __name__ == "__main__":

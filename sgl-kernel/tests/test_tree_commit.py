@@ -6,13 +6,11 @@ import sys
 import pytest
 import torch
 from ci_registration import register_cpu_ci, register_cuda_ci
-from draft_tree_cases import DEVICES
+from draft_tree_cases import check_registration, on_each_device
 from sgl_kernel.ddtree import KVBuffers, commit_path
 
 register_cpu_ci(est_time=15, suite="kernel")
 register_cuda_ci(est_time=20, suite="gpu")
-
-on_each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def random_bytes(shape, dtype, generator) -> torch.Tensor:
@@ -152,8 +150,7 @@ def test_padding_requests(device):
 
 
 @on_each_device
-def test_opcheck(device):
-    """The schema (mutations and aliases), fake tensors and autograd registration are as torch requires."""
+def test_registration(device):
     kv = KVBuffers.of([torch.zeros(8, 16, device=device)])
     arguments = [
         torch.tensor([[0, 2]], device=device),
@@ -164,8 +161,7 @@ def test_opcheck(device):
         torch.randn(3, 4, device=device),
         torch.randn(1, 2, 4, device=device),
     ]
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.sgl_kernel.ddtree_commit.default, arguments, test_utils=tests)
+    check_registration(torch.ops.sgl_kernel.ddtree_commit, arguments)
 
 
 def test_buffers():

@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
-from support.drafters import variants, write_variant
+from support.drafters import variants, write_speculators, write_variant
+from support.head_models import write_head
 from support.jobs import greedy
-from support.models import VOCABULARY, write_models_for
+from support.models import VOCABULARY, write_models_for, write_qwen2_target
 from support.processes import run_engine
 from support.prompts import PROMPTS, TOKENS
 
@@ -92,6 +93,27 @@ class TestDrafters(CustomTestCase):
         weights = {f"{name}.weight": torch.randn(self.size) for name in ("embed_tokens", "lm_head")}
         drafter = self.variant(weights=weights, has_embed_tokens=True, has_lm_head=True)
         self.check(self.run_tree(drafter), drafts_differently=False)
+
+    def test_the_layout_of_the_speculators_library(self):
+        """The same drafter in another layout drafts the same trees."""
+        drafter = write_speculators(self.drafter, self.folder / "speculators")
+        self.check(self.run_tree(drafter), drafts_differently=False)
+
+    def test_a_selector_in_the_layout_of_the_speculators_library(self):
+        selector = write_head(self.drafter, self.folder / "selector", "selector")
+        found = self.run_tree(write_speculators(selector, self.folder / "dflash2"))
+        self.assertEqual(found.outputs, self.expected)
+        self.assertEqual(found.steps, self.run_tree(selector).steps)
+
+    def test_an_own_head_over_some_of_the_tokens(self):
+        tokens = [token for token in range(VOCABULARY) if token not in (5, 11)]
+        drafter = write_speculators(self.drafter, self.folder / "reduced", tokens=tokens, head=self.target)
+        self.check(self.run_tree(drafter))
+
+    def test_a_target_that_offers_its_hidden_states_to_eagle3_only(self):
+        """The drafter sees the same hidden states, so it drafts the same trees."""
+        target = write_qwen2_target(self.target, self.folder / "qwen2")
+        self.check(self.run_tree(self.drafter, model_path=target), drafts_differently=False)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,23 @@ Plain decoding has one pool for all layers: SGLang's torch backend (0.5.23) read
 """
 
 import unittest
-from pathlib import Path
+from functools import partial
 
+import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 from support.jobs import answer_twice, fill_context, greedy
 from support.models import write_models_for
 from support.processes import run_engine
 from support.prompts import PROMPTS, TOKENS
-from support.window_models import WINDOW, mimo_v2_choices, write_mimo_v2, write_windowed_llama
+from support.window_models import (
+    WINDOW,
+    gemma4_choices,
+    mimo_v2_choices,
+    write_gemma4,
+    write_mimo_v2,
+    write_windowed_llama,
+)
 
 register_cpu_ci(est_time=150, suite="e2e")
 
@@ -178,8 +186,19 @@ class TestWindowPools(CustomTestCase):
         self.assertEqual(tree, plain)
 
 
-class _WithoutSinks:
-    """Runs greedy() on a MiMo-V2 without sinks. The model passes None, which the torch backend does not know."""
+class _Greedy:
+    """Runs greedy(). It returns the shapes of both pools too, and how many slots of the windows' pool were freed."""
+
+    def __call__(self, engine):
+        slots = engine.scheduler.token_to_kv_pool_allocator
+        freed = watch_window_slots(slots)
+        pool = slots.get_kvcache()
+        shapes = [tuple(half.k_buffer[0].shape[1:]) for half in (pool.full_kv_pool, pool.swa_kv_pool)]
+        return greedy(engine), shapes, sum(freed)
+
+
+class _WithoutSinks(_Greedy):
+    """For a MiMo-V2 without sinks. The model passes None, which the torch backend does not know."""
 
     def before(self):
         from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -192,35 +211,44 @@ class _WithoutSinks:
 
         TorchNativeAttnBackend.forward_extend = forward_extend
 
-    def __call__(self, engine):
-        slots = engine.scheduler.token_to_kv_pool_allocator
-        freed = watch_window_slots(slots)
-        pool = slots.get_kvcache()
-        shapes = [half.k_buffer[0].shape[1:] for half in (pool.full_kv_pool, pool.swa_kv_pool)]
-        return greedy(engine), shapes, sum(freed)
+
+class _OnTorch(_Greedy):
+    """For a Gemma 4, for which SGLang refuses its torch backend."""
+
+    def before(self):
+        from sglang.srt.arg_groups import model_hook
+
+        model_hook.attention_backends_of = lambda view: ("triton", "triton")
 
 
 class TestSeveralKVShapes(CustomTestCase):
-    """A MiMo-V2, judged by transformers: SGLang's torch backend cannot decode it plainly."""
+    """MiMo-V2 and Gemma 4, judged by transformers: SGLang's torch backend cannot decode them plainly."""
 
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder, _, drafter = write_models_for(cls)
-        cls.tree = TREE | dict(
-            model_path=write_mimo_v2(Path(folder, "mimo")), speculative_draft_model_path=drafter
-        )
+        cls.folder, _, drafter = write_models_for(cls)
+        cls.tree = TREE | dict(speculative_draft_model_path=drafter)
 
-    def test_mimo_v2(self):
+    def check(self, target, job, shapes, choices, least_accepted):
         for page in (1, 16):
             with self.subTest(page=page):
-                found, shapes, freed = run_engine(self.tree | dict(page_size=page), _WithoutSinks())
-                self.assertEqual([tuple(shape) for shape in shapes], [(1, 64), (2, 64)])
+                found, pools, freed = run_engine(self.tree | dict(model_path=target, page_size=page), job)
+                self.assertEqual(pools, shapes)
                 self.assertGreater(freed, 0)
-                self.assertGreater(found.accepted, 50)
+                self.assertGreater(found.accepted, least_accepted)
                 self.assertEqual(*found.free_slots, "KV slots leaked")
+                self.assertGreater(len(set(map(tuple, found.outputs))), 1)
                 for prompt, output in zip(PROMPTS, found.outputs, strict=True):
-                    self.assertEqual(mimo_v2_choices(prompt, output), output)
+                    self.assertEqual(choices(prompt, output), output)
+
+    def test_mimo_v2(self):
+        target = write_mimo_v2(self.folder / "mimo")
+        self.check(target, _WithoutSinks(), [(1, 64), (2, 64)], mimo_v2_choices, 50)
+
+    def test_gemma4(self):
+        target = write_gemma4(self.folder / "gemma4", heads=(64, 128), dtype=torch.float32)
+        self.check(target, _OnTorch(), [(1, 128), (1, 64)], partial(gemma4_choices, target), 20)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,17 @@ import torch
 from sglang.test.ci.ci_register import register_cuda_ci
 from support.answers import TIE, assert_first_choices
 from support.cuda import CUDA, greedy, greedy_without_waiting, run_and_judge
+from support.drafters import write_speculators
 from support.head_models import HEADS, write_head
-from support.models import write_fp8_target, write_gpt_oss_target, write_mla_target, write_models_for
-from support.window_models import write_mimo_v2
+from support.models import (
+    VOCABULARY,
+    write_fp8_target,
+    write_gpt_oss_target,
+    write_minimax_m2_target,
+    write_mla_target,
+    write_models_for,
+)
+from support.window_models import write_gemma4, write_mimo_v2
 
 register_cuda_ci(est_time=120, suite="gpu")
 
@@ -48,7 +56,7 @@ class _UpstreamsPath:
 
 
 class _WithoutExperts:
-    """Runs a job on a gpt-oss whose experts are one function without weights. No test is about experts."""
+    """Runs a job on a gpt-oss or MiniMax-M2 whose experts are one function without weights. No test is about experts."""
 
     def __init__(self, job):
         self.job = job
@@ -57,7 +65,7 @@ class _WithoutExperts:
         return self.job(engine)
 
     def before(self):
-        from sglang.srt.models import gpt_oss
+        from sglang.srt.models import gpt_oss, minimax_m2
 
         class Function(torch.nn.Module):
             def __init__(self, **config):
@@ -66,7 +74,7 @@ class _WithoutExperts:
             def forward(self, hidden_states, forward_batch=None):
                 return torch.sin(hidden_states)
 
-        gpt_oss.GptOssSparseMoeBlock = Function
+        gpt_oss.GptOssSparseMoeBlock = minimax_m2.MiniMaxM2MoE = Function
 
 
 class Results:
@@ -205,8 +213,43 @@ class TestDDTreeCuda(Results, unittest.TestCase):
         self.assertRegex(request, "^r[0-9]+$")
 
 
+class TestModelsCuda(Results, unittest.TestCase):
+    """A target that offers its hidden states to EAGLE3 only, and drafters in the layout of the Speculators library."""
+
+    @classmethod
+    def setUpClass(cls):
+        folder, target, drafter = write_models_for(cls)
+        plain = CUDA | dict(model_path=target)
+        tree = plain | dict(
+            speculative_algorithm="DDTREE", speculative_draft_model_path=drafter, speculative_num_draft_tokens=32,
+        )  # fmt: skip
+        minimax = dict(model_path=write_minimax_m2_target(folder))
+        tokens = [token for token in range(VOCABULARY) if token not in (5, 11)]
+        reduced = write_speculators(drafter, folder / "reduced", tokens=tokens, head=target)
+        selector = write_speculators(write_head(drafter, folder / "head", "selector"), folder / "dflash2")
+        without_experts = _WithoutExperts(greedy)
+        trees = {
+            "minimax": ("minimax plain", tree | minimax, without_experts),
+            "own head": ("plain", tree | dict(speculative_draft_model_path=reduced), greedy_without_waiting),
+            "selector": ("plain", tree | dict(speculative_draft_model_path=selector), greedy_without_waiting),
+        }
+        plains = {"plain": plain, "minimax plain": plain | minimax}
+        cls.results = run_and_judge(folder, plains, trees, around_judge={"minimax plain": _WithoutExperts})
+
+    def test_minimax_m2(self):
+        self.agree("minimax", 20, plain="minimax plain")
+
+    def test_an_own_head_over_some_of_the_tokens(self):
+        self.agree("own head", 20)
+        self.assertEqual(self.result("own head")[2], [])
+
+    def test_a_selector(self):
+        self.agree("selector", 20)
+        self.assertEqual(self.result("selector")[2], [])
+
+
 class TestWindowsCuda(Results, unittest.TestCase):
-    """Targets whose window layers have a KV pool of their own: gpt-oss with sinks, MiMo-V2 with two KV shapes.
+    """Targets whose window layers have a KV pool of their own: gpt-oss with sinks, MiMo-V2 and Gemma 4 with two KV shapes.
 
     The judge is a prefill: the Triton decode kernel of SGLang 0.5.23 sees one token less of a window.
     """
@@ -220,6 +263,7 @@ class TestWindowsCuda(Results, unittest.TestCase):
         )  # fmt: skip
         sinks = dict(model_path=write_gpt_oss_target(folder), moe_runner_backend="triton")
         shapes = dict(model_path=write_mimo_v2(folder / "mimo"))
+        gemma4 = dict(model_path=write_gemma4(folder / "gemma4"))
         one_pool, on_triton = dict(disable_hybrid_swa_memory=True), dict(speculative_ddtree_verify="triton")
         validate = dict(speculative_ddtree_verify="validate")
         without_experts = _WithoutExperts(greedy)
@@ -230,8 +274,13 @@ class TestWindowsCuda(Results, unittest.TestCase):
             "shapes": ("shapes plain", tree | shapes | dict(page_size=16), greedy),
             "shapes, triton": ("shapes plain", tree | shapes | on_triton, greedy),
             "shapes, validate": ("shapes plain", tree | shapes | validate, greedy),
+            "gemma4": ("gemma4 plain", tree | gemma4, greedy),
         }
-        plains = {"sinks plain": plain | sinks, "shapes plain": plain | shapes}
+        plains = {
+            "sinks plain": plain | sinks,
+            "shapes plain": plain | shapes,
+            "gemma4 plain": plain | gemma4,
+        }
         cls.results = run_and_judge(folder, plains, trees, around_judge={"sinks plain": _WithoutExperts})
 
     def test_sinks(self):
@@ -248,6 +297,9 @@ class TestWindowsCuda(Results, unittest.TestCase):
 
     def test_another_kv_shape_on_triton(self):
         self.agree("shapes, triton", 30, plain="shapes plain")
+
+    def test_gemma4(self):
+        self.agree("gemma4", 20, plain="gemma4 plain")
 
     def test_both_kernels_see_the_same_window(self):
         self.agree("shapes, validate", 30, plain="shapes plain")

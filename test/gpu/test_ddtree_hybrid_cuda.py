@@ -37,7 +37,6 @@ from support.sampling import SamplingCheck
 register_cuda_ci(est_time=300, suite="gpu")
 
 LOAD_SECONDS = 20
-LARGEST_DIFFERENCE = 0.1  # of a layer's outputs, which are bfloat16 numbers
 INTERVAL = 64  # tokens between the states that the radix cache keeps
 ARGUMENTS = (
     CUDA
@@ -140,8 +139,13 @@ class HybridCase(unittest.TestCase):
 
 
 class StepChecks:
-    """Test methods for a HybridCase."""
+    """Test methods for a HybridCase.
 
+    Attributes:
+        largest_difference: between a layer's outputs and those of upstream's verify, both in bfloat16.
+    """
+
+    largest_difference = 0.1
     engines = {
         "tree": ({}, greedy_without_waiting),
         "validate": (dict(speculative_ddtree_verify="validate"), greedy),
@@ -157,7 +161,7 @@ class StepChecks:
         value, layer, _ = self.result("validate")[1]
         print(f"largest difference {value} in layer {layer}")
         self.assertGreater(value, 0.0, "two kernels agree to the last bit; did both run?")
-        self.assertLess(value, LARGEST_DIFFERENCE)
+        self.assertLess(value, self.largest_difference)
 
 
 class TestQwen3Next(StepChecks, HybridCase):
@@ -174,6 +178,8 @@ class TestQwen35Moe(StepChecks, HybridCase):
 
 class TestNemotronH(StepChecks, HybridCase):
     write = staticmethod(write_nemotron_h)
+    # Outputs of its Mamba2 layers reach 12, where neighbouring bfloat16 numbers are 0.0625 apart.
+    largest_difference = 0.25
 
 
 class TestKimiLinear(StepChecks, HybridCase):
@@ -192,7 +198,7 @@ class TestLfm2(StepChecks, HybridCase):
 
 
 class TestBFloat16States(HybridCase):
-    write = staticmethod(TestQwen3Next.write)
+    write = staticmethod(write_qwen3_5)  # dense: a flipped choice of experts would make noise of its own
     arguments = dict(mamba_ssm_dtype="bfloat16")
     engines = {"tree": ({}, greedy)}
 
@@ -238,10 +244,18 @@ class TestRadixCache(HybridCase):
     }
 
     def test_whole_answers(self):
-        """no_buffer keeps the state at the end of an answer."""
+        """no_buffer keeps the state at the end of an answer, if the last path ended there.
+
+        Upstream gives up the state of a path that went on: it cannot be turned back to the end of the answer.
+        """
         self.agree("no_buffer")
-        for _, length, cached in self.result("no_buffer")[1]:
-            self.assertEqual(cached, length - 1)
+        ended = 0
+        for prompt, length, cached in self.result("no_buffer")[1]:
+            # The last token's KV is not committed, so one token more is no more KV.
+            at_the_end = length - prompt <= TOKENS + 1
+            ended += at_the_end
+            self.assertEqual(cached, length - 1 if at_the_end else prompt)
+        self.assertGreater(ended, 0)
 
     def test_tracked_states(self):
         """extra_buffer keeps the last state at a multiple of the interval that a path passed."""

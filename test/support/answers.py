@@ -14,6 +14,8 @@ import torch
 from support.engine import Greedy
 
 TIE = 0.1  # largest gap of a tie, in the logit: bfloat16's noise in the tiny models' logits
+# Spacing of bfloat16 numbers from 1 to 2, a usual logit. Decoding may have less noise, if its kernels are prefill's too.
+LEAST_NOISE = 2.0**-7
 
 
 def assert_same_noise(
@@ -41,7 +43,8 @@ def assert_same_noise(
     )
     print(f"{name}: median and 90% of the noise {of_found.tolist()}, plain decoding's {of_plain.tolist()}")
     for level, mine, theirs in zip(levels.tolist(), of_found.tolist(), of_plain.tolist()):
-        case.assertLessEqual(mine, factor * theirs, f"{name}: noise of {level:.0%} of the tokens")
+        most = factor * max(theirs, LEAST_NOISE)
+        case.assertLessEqual(mine, most, f"{name}: noise of {level:.0%} of the tokens")
 
 
 def assert_first_choices(

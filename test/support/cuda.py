@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from support.engine import Engine, Greedy
-from support.processes import EngineProcess
+from support.processes import EngineProcess, start_ranks
 from support.prompts import patterned_prompts
 
 PROMPTS = patterned_prompts((1, 5, 35, 65, 95, 17, 300))
@@ -122,10 +122,15 @@ def run_and_judge(
         around_judge: for some plain engines, what makes its job from a Judge.
 
     Returns:
-        By name: a job's result, a plain engine's gaps, or the RuntimeError of a child that failed.
+        By name: a job's result, a plain engine's gaps, or the RuntimeError of a child that failed. A tree engine with
+        `tp_size` has a result per rank; those of rank 1 are under "NAME, rank 1". The first rank's answers are judged.
     """
     wrap = around_judge or {}
-    children = {name: EngineProcess(arguments, job) for name, (_, arguments, job) in trees.items()}
+    children = {
+        f"{name}, rank {rank}" if rank else name: child
+        for name, (_, arguments, job) in trees.items()
+        for rank, child in enumerate(start_ranks(arguments, job))
+    }
     judges = {
         name: EngineProcess(arguments, wrap.get(name, lambda judge: judge)(Judge(folder / name)))
         for name, arguments in plains.items()

@@ -40,6 +40,57 @@ def write_variant(
     return str(folder)
 
 
+def write_speculators(
+    drafter: str, folder: Path, *, tokens: list[int] | None = None, head: str | None = None
+) -> str:
+    """Write a drafter in the layout of the Speculators library.
+
+    Args:
+        drafter: folder of a plain drafter, or of one with a selector.
+        folder: folder to create.
+        tokens: tokens of the drafter's own LM head, in rising order. None: it has none.
+        head: folder of the target whose LM head has the head's rows.
+
+    Returns:
+        The new folder.
+    """
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads(Path(drafter, "config.json").read_text())
+    dflash_config = config.pop("dflash_config")
+    selector = "selector_rank" in dflash_config
+    vocabulary = config["vocab_size"]
+    layers = {
+        key: value for key, value in config.items() if key not in ("architectures", "block_size", "dtype")
+    }
+    content = dict(
+        architectures=["DFlash2DraftModel" if selector else "DFlashDraftModel"],
+        speculators_model_type="dflash2" if selector else "dflash",
+        speculators_config=dict(algorithm="dflash", verifier=dict(name_or_path="target")),
+        transformer_layer_config=layers | dict(model_type="llama"),
+        aux_hidden_state_layer_ids=[layer + 1 for layer in dflash_config.pop("target_layer_ids")],
+        draft_vocab_size=vocabulary if tokens is None else len(tokens),
+        block_size=config["block_size"], dtype=config["dtype"], sample_from_anchor=False, target_hidden_size=None,
+    )  # fmt: skip
+    weights = {
+        f"{name}.weight" if name.endswith("_codebook") else name: weight
+        for name, weight in load_file(Path(drafter, "model.safetensors")).items()
+    }
+    if tokens is not None:
+        mask = torch.zeros(vocabulary, dtype=torch.bool)
+        mask[tokens] = True
+        rows = load_file(Path(str(head), "model.safetensors"))["lm_head.weight"][mask]
+        weights |= {
+            "lm_head.weight": rows,
+            "t2d": mask,
+            "d2t": torch.tensor(tokens) - torch.arange(len(tokens)),
+        }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(content | dflash_config))
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
 def variants(drafter: str) -> dict[str, dict[str, Any]]:
     """Describe variants that draft other trees than the drafter.
 

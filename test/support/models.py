@@ -168,6 +168,30 @@ def write_mla_target(folder: Path, *, seed: int = 3, nope: int = 64, value: int 
     return str(target)
 
 
+def write_qwen2_target(target: str, folder: Path) -> str:
+    """Write the target of write_models() as a Qwen2, whose biases are zero. It computes the same.
+
+    Args:
+        target: folder of that target.
+        folder: folder to create.
+
+    Returns:
+        The new folder.
+    """
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(target, folder)
+    file = folder / "config.json"
+    qwen2 = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2")
+    file.write_text(json.dumps(json.loads(file.read_text()) | qwen2))
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in list(weights.items()):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            weights[name.removesuffix("weight") + "bias"] = torch.zeros(weight.shape[0])
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
 def write_fp8_target(target: str, folder: Path, **scales: float) -> str:
     """Write the target of write_models() as an FP8 checkpoint. Its linear layers keep their type.
 
@@ -197,6 +221,56 @@ def write_fp8_target(target: str, folder: Path, **scales: float) -> str:
             weights[f"{layer}.self_attn.{name[0]}_proj.{name}"] = torch.tensor(scale)
     save_file(weights, folder / "model.safetensors")
     return str(folder)
+
+
+def write_minimax_m2_target(folder: Path, *, seed: int = 6) -> str:
+    """Write a random MiniMax-M2 with four experts, in bfloat16. The drafter of write_models() fits this target.
+
+    Args:
+        folder: folder to write the model's folder into.
+        seed: seed of the weights.
+
+    Returns:
+        The target's folder.
+    """
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    hidden, heads, head, layers, experts, inner = 128, 2, 64, 3, 4, 128
+    config = dict(
+        architectures=["MiniMaxM2ForCausalLM"], model_type="minimax_m2", hidden_size=hidden, intermediate_size=inner,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=1, head_dim=head,
+        vocab_size=VOCABULARY, num_local_experts=experts, num_experts_per_tok=2, scoring_func="sigmoid",
+        use_routing_bias=True, use_qk_norm=True, qk_norm_type="per_layer", rotary_dim=head // 2, rope_theta=10000.0,
+        max_position_embeddings=2048, rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=False, bos_token_id=0,
+        eos_token_id=1, dtype="bfloat16",
+    )  # fmt: skip
+    weights = {"model.norm.weight": torch.ones(hidden)}
+    sizes = {"model.embed_tokens": (VOCABULARY, hidden), "lm_head": (VOCABULARY, hidden)}
+    for i in range(layers):
+        layer = f"model.layers.{i}"
+        for name, rows in dict(q_proj=heads * head, k_proj=head, v_proj=head).items():
+            sizes[f"{layer}.self_attn.{name}"] = rows, hidden
+        sizes[f"{layer}.self_attn.o_proj"] = hidden, heads * head
+        sizes[f"{layer}.block_sparse_moe.gate"] = experts, hidden
+        weights[f"{layer}.block_sparse_moe.e_score_correction_bias"] = torch.zeros(experts)
+        for expert in (f"{layer}.block_sparse_moe.experts.{e}" for e in range(experts)):
+            sizes |= {
+                f"{expert}.w1": (inner, hidden),
+                f"{expert}.w2": (hidden, inner),
+                f"{expert}.w3": (inner, hidden),
+            }
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{layer}.{name}.weight"] = torch.ones(hidden)
+        weights[f"{layer}.self_attn.q_norm.weight"] = torch.ones(heads * head)
+        weights[f"{layer}.self_attn.k_norm.weight"] = torch.ones(head)
+    for name, size in sizes.items():
+        weights[f"{name}.weight"] = torch.randn(size) * (0.9 if "embed" in name else 0.1)
+    target = folder / "minimax-m2"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    save_file({name: weight.bfloat16() for name, weight in weights.items()}, target / "model.safetensors")
+    return str(target)
 
 
 def write_gpt_oss_target(folder: Path, *, seed: int = 4) -> str:

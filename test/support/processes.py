@@ -111,8 +111,14 @@ def run_engine(arguments: dict[str, Any], job: Job, *args: Any) -> Any:
     return EngineProcess(arguments, job, *args).result()
 
 
+def start_ranks(arguments: dict[str, Any], job: Job, *args: Any) -> list[EngineProcess]:
+    """Start a job on every rank of a tensor-parallel group (`tp_size`, by default 1)."""
+    arguments = {"nccl_port": unused_port()} | arguments
+    return [
+        EngineProcess(arguments | {"rank": rank}, job, *args) for rank in range(arguments.get("tp_size", 1))
+    ]
+
+
 def run_ranks(arguments: dict[str, Any], job: Job, *args: Any) -> list[Any]:
-    """Run a job on every rank of a tensor-parallel group (`tp_size`) and return the results, by rank."""
-    arguments = arguments | {"nccl_port": unused_port()}
-    children = [EngineProcess(arguments | {"rank": rank}, job, *args) for rank in range(arguments["tp_size"])]
-    return [child.result() for child in children]
+    """Run a job on every rank of a tensor-parallel group and return the results, by rank."""
+    return [child.result() for child in start_ranks(arguments, job, *args)]

@@ -132,8 +132,21 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "selector": (dict(architectures=["DFlash2DraftModel"]), SELECTOR),
     "MLA, selector": (dict(architectures=["DFlash2DraftModel"]), SELECTOR | dict(attention_mode="mla")),
     "Domino": ({}, DOMINO),
-    "Speculators": (dict(speculators_model_type="dflash"), {}),
     "GGUF": ({}, {}),
+}
+
+
+# The same of drafters in the layout of the Speculators library: top-level keys that differ from a plain drafter's.
+SPECULATORS: dict[str, dict[str, Any]] = {
+    "Speculators": {},
+    "Speculators, own head": dict(draft_vocab_size=32000),
+    "Speculators, selector": dict(
+        architectures=["DFlash2DraftModel"],
+        speculators_model_type="dflash2",
+        sample_from_anchor=False,
+        **SELECTOR,
+    ),
+    "Speculators, 4 streams": dict(draft_vocab_size=32000, target_hidden_size=4 * 4096),
 }
 
 
@@ -144,7 +157,7 @@ class Drafter(NamedTuple):
         name: of the repository.
         target: whose text it drafts.
         family: of the target, in TARGETS.
-        kind: of its head or layout, in KINDS.
+        kind: of its head or layout, in KINDS or SPECULATORS.
     """
 
     name: str
@@ -203,13 +216,13 @@ DRAFTERS = [
     Drafter("RadixArk/Kimi-K3.1-Dflash2-Preview", "Kimi-K3.1-Pro", "Kimi-K3", "MLA, selector"),
     Drafter("Huang2020/Qwen3-4B-Domino-b16", "Qwen3-4B", "Qwen3", "Domino"),
     Drafter("Huang2020/Qwen3-8B-Domino-b16", "Qwen3-8B", "Qwen3", "Domino"),
-    Drafter("RedHatAI/Qwen3-4B-speculator.dflash2", "Qwen3-4B", "Qwen3", "Speculators"),
-    Drafter("RedHatAI/Qwen3-8B-speculator.dflash2", "Qwen3-8B", "Qwen3", "Speculators"),
-    Drafter("RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash", "Qwen3-30B-A3B", "Qwen3-MoE", "Speculators"),
-    Drafter("RedHatAI/gemma-4-31B-it-speculator.dflash", "gemma-4-31B", "Gemma 4", "Speculators"),
-    Drafter("RedHatAI/gemma-4-31B-it-speculator.dflash2", "gemma-4-31B", "Gemma 4", "Speculators"),
+    Drafter("RedHatAI/Qwen3-4B-speculator.dflash2", "Qwen3-4B", "Qwen3", "Speculators, selector"),
+    Drafter("RedHatAI/Qwen3-8B-speculator.dflash2", "Qwen3-8B", "Qwen3", "Speculators, selector"),
+    Drafter("RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash", "Qwen3-30B-A3B", "Qwen3-MoE", "Speculators, own head"),
+    Drafter("RedHatAI/gemma-4-31B-it-speculator.dflash", "gemma-4-31B", "Gemma 4", "Speculators, own head"),
+    Drafter("RedHatAI/gemma-4-31B-it-speculator.dflash2", "gemma-4-31B", "Gemma 4", "Speculators, selector"),
     Drafter("asf0/Qwen3.8-27B-DFlash", "Qwen3.8-27B", "Qwen3.5", "Speculators"),
-    Drafter("RedHatAI/DeepSeek-V4-Flash-speculator.dflash", "DeepSeek-V4-Flash", "DeepSeek-V4", "Speculators"),
+    Drafter("RedHatAI/DeepSeek-V4-Flash-speculator.dflash", "DeepSeek-V4-Flash", "DeepSeek-V4", "Speculators, 4 streams"),
     Drafter("z-lab/Qwen3.8-27B-DFlash2-GGUF", "Qwen3.8-27B", "Qwen3.5", "GGUF"),
     Drafter("z-lab/Muse-Glimmer-30B-DFlash2-GGUF", "Muse-Glimmer-30B", "Muse Glimmer", "GGUF"),
     Drafter("spiritbuun/Qwen3.6-27B-DFlash-GGUF", "Qwen3.6-27B", "Qwen3.5", "GGUF"),
@@ -221,9 +234,11 @@ def drafter_config(target: dict[str, Any], kind: str) -> dict[str, Any]:
 
     Args:
         target: its configuration.
-        kind: in KINDS.
+        kind: in KINDS or SPECULATORS.
     """
     text = target.get("text_config", target)
+    if kind in SPECULATORS:
+        return speculators_config(text, **SPECULATORS[kind])
     top, own = KINDS[kind]
     config = _facts(
         "DFlashDraftModel", "qwen3", text["hidden_size"], 32, 8, 128, vocab_size=text["vocab_size"]
@@ -233,13 +248,30 @@ def drafter_config(target: dict[str, Any], kind: str) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def speculators_config(text: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a configuration of a drafter in the layout of the Speculators library.
+
+    Args:
+        text: text configuration of the target.
+        more: keys that differ.
+    """
+    layers = _facts("", "llama", text["hidden_size"], 32, 8, 128, vocab_size=text["vocab_size"])
+    del layers["architectures"]
+    config = dict(
+        architectures=["DFlashDraftModel"], speculators_model_type="dflash", block_size=8, mask_token_id=1,
+        draft_vocab_size=text["vocab_size"], aux_hidden_state_layer_ids=[1, LAYERS], dtype="bfloat16",
+        transformer_layer_config=layers,
+    )  # fmt: skip
+    return config | more
+
+
 def write_pair(folder: Path, family: str, kind: str) -> tuple[str, str]:
     """Write the configurations of a target and of a drafter for it.
 
     Args:
         folder: folder to create.
         family: in TARGETS.
-        kind: in KINDS.
+        kind: in KINDS or SPECULATORS.
 
     Returns:
         What names the target and the drafter.

@@ -98,8 +98,63 @@ def write_mimo_v2(folder: Path) -> str:
     return str(folder)
 
 
+def write_gemma4(
+    folder: Path, *, heads: tuple[int, int] = (256, 512), dtype: torch.dtype = torch.bfloat16
+) -> str:
+    """Write a random Gemma 4, whose layers 0 and 1 have a window of 33 tokens.
+
+    Its LM head is its embedding. It also has a tiny vision tower, which nothing uses.
+
+    Args:
+        folder: folder to create.
+        heads: sizes of the heads with a window and of the others. Those of the real model are the default.
+        dtype: of the weights.
+
+    Returns:
+        The folder.
+    """
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    torch.manual_seed(8)
+    text: dict[str, Any] = dict(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=heads[0], global_head_dim=heads[1], sliding_window=33, max_position_embeddings=2048,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"], hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=VOCABULARY, final_logit_softcapping=30.0, bos_token_id=0, eos_token_id=1,
+        pad_token_id=0, dtype=dtype,
+    )  # fmt: skip
+    vision = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=16, position_embedding_size=64, dtype=dtype,
+    )  # fmt: skip
+    config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None, dtype=dtype)
+    model = Gemma4ForConditionalGeneration(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.15)
+        elif ".post_" in name:  # else the embedding, which is also the head, would outweigh the layers
+            weight.data.fill_(16.0)
+    model.to(dtype).save_pretrained(folder)
+    return str(folder)
+
+
 def mimo_v2_choices(prompt: list[int], output: list[int]) -> list[int]:
     """Return write_mimo_v2()'s first choice at each token of the output, as transformers computes it."""
     with torch.no_grad():
         logits = _mimo_v2()(torch.tensor([[*prompt, *output[:-1]]])).logits[0]
+    return logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+def gemma4_choices(folder: str, prompt: list[int], output: list[int]) -> list[int]:
+    """Return a Gemma 4's first choice at each token of the output, as transformers computes it.
+
+    Args:
+        folder: of write_gemma4().
+        prompt, output: tokens.
+    """
+    from transformers import Gemma4ForConditionalGeneration
+
+    model = Gemma4ForConditionalGeneration.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *output[:-1]]])).logits[0]
     return logits[len(prompt) - 1 :].argmax(-1).tolist()

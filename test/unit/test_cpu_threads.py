@@ -43,11 +43,15 @@ class TestChooseThreads(CustomTestCase):
         preset = {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "active"}
         self.assertEqual(self.choose(preset=preset), ("3", "active"))
 
-    def test_it_is_said_where_it_is_not_every_core(self):
+    def test_a_server_says_so_if_it_does_not_use_every_core(self):
+        server = ["--model-path", "model"]
         with self.assertLogs(threads.logger, "INFO") as logged:
-            self.choose(busy=3)
-            self.choose()
-        self.assertEqual([record.levelname for record in logged.records], ["WARNING", "INFO"])
+            self.choose(server, busy=3)
+            self.choose(["serve", "model"], busy=3)
+            self.choose(server)
+            self.choose(["TARGET", "DRAFTER"], busy=3)  # of a tool
+        levels = [record.levelname for record in logged.records]
+        self.assertEqual(levels, ["WARNING", "WARNING", "INFO", "INFO"])
         self.assertIn("CPU threads: 5 for each of 1 rank(s)", logged.output[0])
 
 

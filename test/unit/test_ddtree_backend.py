@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.ddtree_backend import (
     TritonDraftBackend,
     TritonTreeVerify,
     WindowMask,
-    chain_ancestors,
+    block_ancestors,
     with_block_attention,
     with_tree_verify,
 )
@@ -35,10 +35,10 @@ register_cpu_ci(est_time=20, suite="unit")
 
 
 class TestBlockMask(CustomTestCase):
-    def test_chain_ancestors(self):
+    def test_block_ancestors(self):
         for num_nodes in (1, 5, 64, 65, 130):
             for causal in (True, False):
-                words = chain_ancestors(num_nodes, causal, "cpu")
+                words = block_ancestors(num_nodes, causal, "cpu")
                 self.assertEqual(words.shape, (num_nodes, ancestor_words(num_nodes)))
                 seen = ancestor_mask(words, num_nodes).long()
                 expected = torch.ones(num_nodes, num_nodes, dtype=torch.int64)
@@ -261,7 +261,7 @@ class TestDraftBlock(TritonCase):
             words = backend.ancestors_of((self.requests + 1) * 8, causal=causal)
             self.assertEqual(len(words), (self.requests + 1) * 8)
             for block in words.view(-1, 8, 1):
-                self.assertTrue(torch.equal(block, chain_ancestors(8, causal, "cpu")))
+                self.assertTrue(torch.equal(block, block_ancestors(8, causal, "cpu")))
             self.assertEqual(len(backend.ancestors_of(8, causal=causal)), 8)
 
 
@@ -417,7 +417,7 @@ class TestWindowPool(CustomTestCase):
             forward_mode=ForwardMode.TARGET_VERIFY, batch_size=1, seq_lens=torch.tensor([self.prefix]),
             req_pool_indices=torch.tensor([0]), out_cache_loc=table[0, nodes].long(),
             spec_info=SimpleNamespace(
-                draft_token_num=self.num_nodes, ancestors=chain_ancestors(self.num_nodes, True, "cpu")
+                draft_token_num=self.num_nodes, ancestors=block_ancestors(self.num_nodes, True, "cpu")
             ),
         )  # fmt: skip
         with get_parallel().override(dcp_enabled=False):
@@ -481,7 +481,7 @@ class TestTreeAttention(CustomTestCase):
         backend.use_sliding_window_kv_pool = False
         backend._init_tree(runner=runner, mode="native", num_nodes=self.num_nodes)
         backend.token_to_kv_pool = pool
-        backend.tree_ancestors = chain_ancestors(self.num_nodes, True, "cpu")
+        backend.tree_ancestors = block_ancestors(self.num_nodes, True, "cpu")
         backend.tree_prefix_lens = torch.tensor([self.prefix], dtype=torch.int32)
         backend.tree_qo_indptr = torch.tensor([0, self.num_nodes], dtype=torch.int32)
         backend.tree_kv_indptr = torch.tensor([0, self.prefix], dtype=torch.int32)

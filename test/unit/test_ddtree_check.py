@@ -57,6 +57,7 @@ class TestServed(CheckCase):
         for family, prefill, verify in (
             ("Qwen3", "fa3", "the tree ops around triton"),
             ("Kimi-K2.5", "fa3", "the tree ops around triton"),
+            ("MiniMax-M2", "fa3", "the tree ops around triton"),  # hidden states for EAGLE3 only
             ("Gemma 4", None, "triton, because the tree ops do not cover attention of (h_q, h_kv, d_qk, d_v) = (32, 16, 512, 512)"),
         ):  # fmt: skip
             with self.subTest(family):
@@ -160,16 +161,25 @@ class TestRefused(CheckCase):
 
     def test_targets(self):
         for family, text in (
-            (
-                "MiniMax-M2",
-                "a model with set_dflash_layers_to_capture(), which gives a drafter its hidden states, got MiniMaxM2ForCausalLM",
-            ),
             ("MiniMax-M3", "got the indexer of MiniMax's sparse attention"),
             ("GLM-5", "got the indexer of DeepSeek's sparse attention (DSA)"),
             ("DeepSeek-V4", "got DeepSeek-V4's compressed attention"),
         ):
             with self.subTest(family):
                 self.refused(text, *self.pair(family), *SERVER)
+
+    def test_a_target_that_offers_no_hidden_states(self):
+        target, drafter = self.pair("Qwen3")
+        file = Path(target, "config.json")
+        file.write_text(
+            json.dumps(json.loads(file.read_text()) | dict(architectures=["StableLmForCausalLM"]))
+        )
+        self.refused(
+            "a model with set_dflash_layers_to_capture(), which gives a drafter its hidden states, got StableLmForCausalLM",
+            target,
+            drafter,
+            *SERVER,
+        )
 
     def test_a_target_that_torch_does_not_prefill(self):
         dummy = ["--speculative-draft-load-format", "dummy"]

@@ -6,8 +6,11 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from sglang.srt.models import dflash, lilicorr
-from sglang.srt.speculative.ddtree import drafter, heads
+import torch
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.models import dflash, dflash_speculators, lilicorr
+from sglang.srt.models.dflash_speculators import DraftHead
+from sglang.srt.speculative.ddtree import drafter, heads, speculators
 from sglang.srt.speculative.ddtree.domino import DominoHead
 from sglang.test.ci.ci_register import register_cpu_ci
 from support.ddtree_arguments import DRAFTER, MODEL, ArgumentsCase
@@ -147,8 +150,8 @@ class TestConfiguration(DrafterCase):
             model.__name__ for model in dflash.EntryClass if issubclass(model, dflash.DFlash2DraftModel)
         }
         plain = {model.__name__ for model in dflash.EntryClass} - selectors
-        self.assertEqual(set(heads.PLAIN_MODELS), plain)
-        self.assertEqual(set(heads.SELECTOR_MODELS), selectors)
+        self.assertEqual(set(heads.PLAIN_MODELS), plain | {speculators.MODELS["dflash"]})
+        self.assertEqual(set(heads.SELECTOR_MODELS), selectors | {speculators.MODELS["dflash2"]})
         self.assertEqual(set(heads.LILICORR_MODELS), {model.__name__ for model in lilicorr.EntryClass})
 
     def test_not_json(self):
@@ -176,7 +179,6 @@ class TestConfiguration(DrafterCase):
             (dict(layer_types=["linear_attention"] * 3),
              "layer_types: expected only full_attention and sliding_attention, got linear_attention"),
             (dict(layer_types=["sliding_attention"] * 3), "DFLASH sliding_attention layers require config.sliding_window"),
-            (dict(speculators_model_type="dflash"), "SGLang does not read the layout of the Speculators library"),
             (NEMOTRON | dict(attention_sink_bias=True), "attention_sink_bias: expected none in the layout of Nemotron"),
             (NEMOTRON | dict(vocab_size=15), "vocab_size: expected at least 16, the target's, for the drafter's own"),
             (dict(dflash_config=CONFIG | dict(mask_token_id=16)),
@@ -224,6 +226,110 @@ class TestConfiguration(DrafterCase):
         self.write(hidden_size=256, vocab_size=2000)
         with self.assertRaisesRegex(ValueError, "(?s)^DDTREE: .* hidden_size: .*\nDDTREE: .* vocab_size: "):
             self.resolve()
+
+
+class TestSpeculators(DrafterCase):
+    """The layout of the Speculators library."""
+
+    LAYERS = {
+        key: DRAFTER[key] for key in DRAFTER if key not in ("architectures", "block_size", "dflash_config")
+    }
+    CONFIG = dict(
+        architectures=["DFlashDraftModel"], speculators_model_type="dflash", block_size=8, draft_vocab_size=16,
+        aux_hidden_state_layer_ids=[1, 3], mask_token_id=1, transformer_layer_config=LAYERS | dict(model_type="llama"),
+    )  # fmt: skip
+    SELECTOR = dict(speculators_model_type="dflash2", conv_kernel_size=2, conv_group_size=16, **SELECTOR)
+
+    def write(self, **changes):
+        self.drafter = Path(tempfile.mkdtemp(dir=self.model.parent))
+        (self.drafter / "config.json").write_text(json.dumps(self.CONFIG | changes))
+        (self.drafter / "model.safetensors").touch()
+
+    def layers(self, **changes):
+        return dict(transformer_layer_config=self.LAYERS | changes)
+
+    def test_it_means_what_the_other_layout_says(self):
+        self.write()
+        config = drafter.drafter_config(self.resolve())
+        self.assertEqual(heads.trained_block_size(config), 8)
+        self.assertEqual(config.dflash_config["target_layer_ids"], [0, 2])  # state 0 is the embedding
+        self.assertEqual((config.hidden_size, config.head_dim, config.num_hidden_layers), (128, 64, 3))
+        self.assertIs(heads.head_class(config), heads.MarginalHead)
+
+    def test_a_selector(self):
+        self.write(**self.SELECTOR)
+        config = drafter.drafter_config(self.resolve())
+        self.assertIs(heads.head_class(config), heads.SelectorHead)
+        self.assertEqual(config.dflash_config["conv_group_size"], 16)
+
+    def test_windows_are_causal_unless_the_drafter_says_otherwise(self):
+        windows = self.layers(layer_types=["sliding_attention"] * 3, sliding_window=8)
+        for changes, kind in (
+            (windows, AttentionType.DECODER),
+            (windows | dict(sliding_window_non_causal=True), AttentionType.ENCODER_ONLY),
+            (windows | self.SELECTOR, AttentionType.ENCODER_ONLY),
+            (windows | self.SELECTOR | dict(sliding_window_non_causal=False), AttentionType.DECODER),
+            ({}, AttentionType.ENCODER_ONLY),
+        ):
+            with self.subTest(changes):
+                self.write(**changes)
+                config = drafter.drafter_config(self.resolve())
+                window, found = dflash._get_dflash_layer_attention_params(config, 0)
+                self.assertEqual((window, found), (7 if "transformer_layer_config" in changes else -1, kind))
+
+    def test_a_rotary_embedding_per_kind_of_layer(self):
+        rope = {f"{kind}_attention": dict(rope_type="default", rope_theta=theta) for kind, theta in
+                (("full", 1e6), ("sliding", 1e4))}  # fmt: skip
+        self.write(**self.layers(rope_parameters=rope))
+        self.assertEqual(drafter.drafter_config(self.resolve()).rope_parameters["rope_theta"], 1e4)
+
+    def test_a_reduced_vocabulary(self):
+        self.write(draft_vocab_size=8)
+        self.resolve()
+        self.write(draft_vocab_size=8, **self.SELECTOR)
+        self.refused("draft_vocab_size: expected none or vocab_size, which is 16, got 8")
+
+    def test_what_is_not_served(self):
+        for changes, text in (
+            (dict(sample_from_anchor=True), "sample_from_anchor: expected false, got true"),
+            (
+                dict(projector_type="domino"),
+                "projector_type: expected dflash in the layout of the Speculators library",
+            ),
+            (dict(target_hidden_size=512), "target_hidden_size: expected hidden_size, which is 128, got 512"),
+            (dict(aux_hidden_state_layer_ids=[0, 3]), "0 to 2, got [-1, 2]"),
+            (dict(aux_hidden_state_layer_ids=None), "target_layer_ids: expected the target layers"),
+            (dict(speculators_model_type="eagle3"), "got one that cannot be read"),
+        ):
+            with self.subTest(text):
+                self.write(**changes)
+                self.refused(text)
+
+    def test_dflash_does_not_take_it(self):
+        spec = mock.Mock(speculative_algorithm="DFLASH")
+        with mock.patch.object(dflash_speculators, "get_spec", return_value=spec):
+            with self.assertRaisesRegex(ValueError, "which only --speculative-algorithm DDTREE reads"):
+                dflash_speculators.SpeculatorsDFlashDraftModel(PretrainedConfig())
+
+
+class TestDraftHead(unittest.TestCase):
+    def test_its_rows_are_the_tokens_of_the_mask(self):
+        head, weight = DraftHead(3, 4), torch.randn(3, 4)
+        mask = torch.zeros(9, dtype=torch.bool)
+        mask[[2, 5, 8]] = True
+        head.load(weight, mask)
+        self.assertEqual(head.tokens.tolist(), [2, 5, 8])
+        torch.testing.assert_close(head.weight.data, weight)
+
+    def test_weights_that_do_not_fit(self):
+        for weight, mask in (
+            (None, torch.ones(3)), (torch.randn(3, 4), None), (torch.randn(2, 4), torch.ones(3)),
+            (torch.randn(3, 4), torch.ones(2)),
+        ):  # fmt: skip
+            with self.assertRaisesRegex(
+                ValueError, "^DDTREE: the drafter's weights: expected lm_head.weight of shape"
+            ):
+                DraftHead(3, 4).load(weight, mask)
 
 
 if __name__ == "__main__":

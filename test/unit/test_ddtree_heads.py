@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from sgl_kernel.ddtree import DraftTrees
 from sglang.srt.models.dflash import CandidateSelector
+from sglang.srt.models.dflash_speculators import DraftHead
 from sglang.srt.models.lilicorr import LiLiCorrHead as LiLiCorrModule
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.ddtree.domino import DominoHead
@@ -96,6 +97,26 @@ class HeadCase(CustomTestCase):
         )
         project[2].weight.data.normal_().mul_(scale)
         return dict(prefix_gru=gru, embed_proj=project, shift_label=shift_label)
+
+
+class TestOwnHead(HeadCase):
+    def test_it_proposes_its_tokens_and_no_others(self):
+        """As the target's head does if all other tokens had a logit of -inf."""
+        mask = torch.zeros(VOCABULARY, dtype=torch.bool)
+        mask[[1, 4, 5, 9, 10]] = True
+        own = DraftHead(5, HIDDEN)
+        own.load(self.lm_head.weight[mask], mask)
+        found = MarginalHead(self.parts(dict(draft_head=own), 4)).candidates(self.hidden, self.bonus)
+        logits = (self.hidden[:, 1:] @ self.lm_head.weight.T).masked_fill(~mask, -math.inf)
+        best = logits.log_softmax(-1).topk(4)
+        self.assertTrue(torch.equal(found.tokens, best.indices))
+        torch.testing.assert_close(found.log_probs - found.log_sum[..., None], best.values)
+
+    def test_a_target_head_tied_to_a_plain_embedding(self):
+        expected = MarginalHead(self.parts({}, 4)).candidates(self.hidden, self.bonus)
+        self.lm_head = torch.nn.Embedding.from_pretrained(self.lm_head.weight)
+        found = MarginalHead(self.parts({}, 4)).candidates(self.hidden, self.bonus)
+        self.assertTrue(torch.equal(found.tokens, expected.tokens))
 
 
 class TestSelector(HeadCase):

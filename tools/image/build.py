@@ -9,7 +9,6 @@ standard library.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from typing import Any
 
 from tools.architectures import architectures
 from tools.commands import run_checked
-from tools.errors import ToolError, exit_on_error
+from tools.errors import ArgumentParser, ToolError, exit_on_error
 from tools.image.info import build_info
 from tools.upstream import ROOT
 
@@ -288,9 +287,7 @@ def size(store: Store, image: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python3 -m tools.image.build", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = ArgumentParser(prog="python3 -m tools.image.build", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("target", choices=sorted(ARCHITECTURES))
     parser.add_argument("--store", type=Path, default=ROOT / "build" / "image", help="default: %(default)s")
     parser.add_argument(

@@ -6,8 +6,8 @@
 
 namespace ddtree {
 
-// Warps per block that have columns of the state: as many as share the work on A and M best, or as few as spread a small
-// batch over the multiprocessors.
+// Warps per block that have columns of the state: as many as share the work on A and M best, or as few as spread a
+// small batch over the multiprocessors.
 template <typename Traits>
 int choose_column_warps(const RecurrentVerifyParams& p, int multiprocessors) {
   const auto blocks = [&](int warps) {

@@ -21,9 +21,9 @@ struct alignas(8) SplitFloat {
 // of conflicts.
 DDTREE_HOST_DEVICE constexpr int slab_pitch(int column_warps) { return 2 * kColumnsPerWarp * column_warps + 16; }
 
-// State: float or __nv_bfloat16. kTiles: of 16 nodes. kChannel: a decay per key channel. kWide: for several tiles, where A
-// and M cost more than the columns. Eight warps make them once per head of 128, and as so many warps have registers for u
-// of one tile only, that of the others is stashed.
+// State: float or __nv_bfloat16. kTiles: of 16 nodes. kChannel: a decay per key channel. kWide: for several tiles,
+// where A and M cost more than the columns. Eight warps make them once per head of 128, and as so many warps have
+// registers for u of one tile only, that of the others is stashed.
 template <typename State_, int kDk_, int kTiles_, bool kChannel_, bool kWide_>
 struct VerifyTraits {
   using State = State_;
@@ -66,9 +66,9 @@ struct VerifyTraits {
   // Of a block with helpers, if a multiprocessor has no other block: at least one per 16x16 block of A, up to 12.
   static constexpr int kAllWarps = kBlocks > 8 ? 12 : 8;
 
-  // Three or four blocks of four warps per multiprocessor, or two of eight. S_0 (64 registers in fp32) waits while A and M
-  // are made. If kStateFirst, so do its products with the first tile of nodes, which fill the time that other warps need.
-  // For more than one tile, sm_100 and later have no registers for that, nor for kWide.
+  // Three or four blocks of four warps per multiprocessor, or two of eight. S_0 (64 registers in fp32) waits while A
+  // and M are made. If kStateFirst, so do its products with the first tile of nodes, which fill the time that other
+  // warps need. For more than one tile, sm_100 and later have no registers for that, nor for kWide.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   static constexpr bool kStateFirst = !kChannel && kTiles == 1;
   static constexpr int kRegisters = kTiles == 1 && !(kChannel && kFp32) ? 128 : 168;

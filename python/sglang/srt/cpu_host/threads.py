@@ -38,9 +38,10 @@ def choose_threads(argv: list[str]) -> None:
     ranks = _ranks(argv)
     threads = max(1, round(allowed - busy) // ranks)
     os.environ[COUNT] = str(threads)
-    # A warning if some cores stay unused: logging is not configured yet, so only warnings are shown.
+    # A warning, because logging is not configured yet and hides everything below. Tools that serve nothing stay quiet.
+    serves = option_value(argv, "--model-path", "--model") is not None or argv[:1] == ["serve"]
     logger.log(
-        logging.WARNING if threads * ranks < len(cores) else logging.INFO,
+        logging.WARNING if serves and threads * ranks < len(cores) else logging.INFO,
         "CPU threads: %d for each of %d rank(s); this process may use %.3g of %d cores, and %.1f were busy. "
         "Set %s to choose another number.",
         threads, ranks, allowed, len(cores), busy, COUNT,

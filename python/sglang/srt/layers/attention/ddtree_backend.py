@@ -71,7 +71,7 @@ TOKENS_PER_COPY_BLOCK = (
 )
 
 
-def chain_ancestors(num_nodes: int, causal: bool, device: torch.device | str) -> torch.Tensor:
+def block_ancestors(num_nodes: int, causal: bool, device: torch.device | str) -> torch.Tensor:
     """Make the ancestor words of a draft block.
 
     Args:
@@ -373,7 +373,7 @@ class TreeVerifyMixin(AttentionBackend):
         if self.tree_ancestors is not None:
             return self.tree_ancestors
         if causal not in self.tree_blocks:
-            block = chain_ancestors(self.num_nodes, causal, self.tree_runner.device)
+            block = block_ancestors(self.num_nodes, causal, self.tree_runner.device)
             max_requests = self.tree_runner.req_to_token_pool.req_to_token.shape[0]
             self.tree_blocks[causal] = block.repeat(max_requests, 1)
         return self.tree_blocks[causal][:tokens]

@@ -118,18 +118,27 @@ class StepCosts:
 
     def seconds(self, load: Load, width: int) -> float:
         """Return the expected time of a step."""
-        return self._from_table(load, width) * self._ratio(self.kind(load), width)
+        return self.seconds_by_width(load)[self.widths.index(width)]
 
-    def _from_table(self, load: Load, width: int) -> float:
-        bs = self.kind(load)[0]
+    def seconds_by_width(self, load: Load) -> list[float]:
+        """Return the expected times of steps of all widths."""
+        kind, of_others = self.kind(load), 0.0
+        found = []
+        for width in self.widths:
+            if (kind, width) in self._ratios:
+                ratio = self._ratios[kind, width][0]
+            else:
+                ratio = of_others = of_others or self._ratio_of_others(kind)
+            found.append(self._from_table(load, kind[0], width) * ratio)
+        return found
+
+    def _from_table(self, load: Load, bs: int, width: int) -> float:
         fixed, per_token = self.table[bs, width]
         # Above the largest graph, time grows in proportion to the batch.
         return max(1.0, load.bs / bs) * fixed + load.context * per_token
 
-    def _ratio(self, kind: tuple[int, bool], width: int) -> float:
-        if (kind, width) in self._ratios:
-            return self._ratios[kind, width][0]
-        # A width without times takes the ratio of the others of its kind, or of all kinds: they share host and device.
+    def _ratio_of_others(self, kind: tuple[int, bool]) -> float:
+        """Return the ratio of a width without times: that of its kind, or of all kinds. They share host and device."""
         of_kind = [ratio for (other, _), (ratio, _) in self._ratios.items() if other == kind]
         known = of_kind or [ratio for ratio, _ in self._ratios.values()]
         return sum(known) / len(known) if known else 1.0
@@ -150,8 +159,9 @@ class StepCosts:
             Whether the time was a surprise.
         """
         kind = self.kind(load)
-        expected, (ratio, count) = self._from_table(load, width), self._ratios.get((kind, width), (0.0, 0))
-        before = expected * self._ratio(kind, width)
+        expected = self._from_table(load, kind[0], width)
+        ratio, count = self._ratios.get((kind, width), (0.0, 0))
+        before = expected * (ratio if count else self._ratio_of_others(kind))
         doubtful = not self.measured and count == 0
         if not doubtful and not before / OUTLIER < seconds < before * OUTLIER:
             if count < 3:  # nothing is known yet, and the table may be wrong
@@ -239,13 +249,14 @@ class Budget:
         return kind.width
 
     def _decide(self, kind: _Kind, load: Load) -> None:
-        """Set the present width of a kind."""
-        rates = {width: self.rate(load, width) for width in self.widths}
-        best = max(rates, key=rates.__getitem__)
-        if kind.width == 0 or rates[best] > (1.0 + HYSTERESIS) * rates[kind.width]:
-            kind.width = best
+        """Set the present width of a kind, and plan its next probe."""
+        seconds, correction = self.costs.seconds_by_width(load), self.correction
+        rates = [(1.0 + (tokens - 1.0) * correction) / time for tokens, time in zip(self.expected, seconds)]
+        best = rates.index(max(rates))
+        if kind.width == 0 or rates[best] > (1.0 + HYSTERESIS) * rates[self.widths.index(kind.width)]:
+            kind.width = self.widths[best]
         if self.probes:
-            self._plan(kind, load, rates)
+            self._plan(kind, rates, seconds)
 
     def rate(self, load: Load, width: int) -> float:
         """Return the expected tokens per second of a step."""
@@ -266,8 +277,14 @@ class Budget:
         """|expected - emitted| / emitted tokens per step, of the last steps with a draft. 0 before the first."""
         return abs(self._mean_expected - self._mean_emitted) / self._mean_emitted
 
-    def _plan(self, kind: _Kind, load: Load, rates: dict[int, float]) -> None:
-        """Set when the next probe of a kind is due, and its width."""
+    def _plan(self, kind: _Kind, rates: list[float], seconds: list[float]) -> None:
+        """Set when the next probe of a kind is due, and its width.
+
+        Args:
+            kind: with its present width.
+            rates: expected tokens per second and request, by width.
+            seconds: expected times of steps, by width.
+        """
         measured = self.costs.measured and not kind.doubtful
         first = FIRST_WAIT_IF_MEASURED if measured else FIRST_WAIT
         present = self.widths.index(kind.width)
@@ -275,19 +292,19 @@ class Budget:
         for i, width in enumerate(self.widths):
             if i == present:
                 continue
-            # The last term spreads the first probes over several steps.
-            last, wait = kind.waits.setdefault(width, (kind.steps + (i * first) // len(self.widths), first))
-            # The next narrower and the next wider one cost little, and show whether the measured times hold.
-            free = wait == first and (not measured or abs(i - present) == 1)
-            due = last + wait * (1.0 if free else self._price(load, kind.width, width, rates))
+            if width not in kind.waits:
+                # The last term spreads the first probes over several steps.
+                kind.waits[width] = kind.steps + (i * first) // len(self.widths), first
+            last, wait = kind.waits[width]
+            due: float = last + wait
+            # The first probe of the next narrower and the next wider one costs little, and shows whether the measured
+            # times hold.
+            if due < kind.due and not (wait == first and (not measured or abs(i - present) == 1)):
+                # The price: how much longer a width waits than one that is as good as the present one.
+                lost = max(0.0, 1.0 - rates[i] / rates[present])
+                due = last + wait * min(MOST_PRICE, 1.0 + PRICE * lost * seconds[i] / seconds[present])
             if due < kind.due:
                 kind.due, kind.next = due, width
-
-    def _price(self, load: Load, present: int, width: int, rates: dict[int, float]) -> float:
-        """Return how much longer a width waits for its probe than one that is as good as the present one."""
-        lost = 1.0 - rates[width] / rates[present]
-        longer = self.costs.seconds(load, width) / self.costs.seconds(load, present)
-        return min(MOST_PRICE, 1.0 + PRICE * max(0.0, lost) * longer)
 
     def _probe(self, kind: _Kind, load: Load) -> int:
         """Return the width of the probe that is due."""

@@ -49,7 +49,7 @@ def top_candidates(
 
     Args:
         hidden: [positions, hidden] of the drafter.
-        lm_head: the target's.
+        lm_head: the target's, or the drafter's own. Without shards, every rank has all of it.
         num_candidates: K.
         transform: of the logits.
 
@@ -59,8 +59,10 @@ def top_candidates(
         the candidates alone.
     """
     weight: Any = getattr(lm_head, "weight", None)
-    if get_parallel().tp_size == 1 and is_dense_head_weight(weight):
-        logits = hidden.to(weight.dtype) @ weight[: lm_head.org_vocab_size].T
+    whole = get_parallel().tp_size == 1 or not hasattr(lm_head, "shard_indices")
+    if whole and is_dense_head_weight(weight):
+        # A head tied to a plain embedding, such as Gemma 4's, has no padding and no such attribute.
+        logits = hidden.to(weight.dtype) @ weight[: getattr(lm_head, "org_vocab_size", weight.shape[0])].T
         if hidden.is_cuda:
             return topk_logsumexp(logits, num_candidates, transform)
         logits = transform(logits)

@@ -105,18 +105,16 @@ def drafter_faults(drafter: PretrainedConfig, target: PretrainedConfig) -> Itera
         For each key that does not fit: its name, what was expected and what was given.
     """
     from sglang.srt.speculative.ddtree.heads import DRAFT_MODELS, head_faults
+    from sglang.srt.speculative.ddtree.speculators import speculators_faults
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
     architectures = list(getattr(drafter, "architectures", None) or [])
     if not set(architectures).intersection(DRAFT_MODELS):
         yield f"architectures: expected one of {list(DRAFT_MODELS)}, got {architectures}. {_advice(architectures)}"
         return  # the other keys mean something else there
-    if (layout := getattr(drafter, "speculators_model_type", None)) is not None:
-        yield (
-            f"speculators_model_type: expected a drafter in the layout of DFlash's authors, which has no such key, got "
-            f"{layout!r}: SGLang does not read the layout of the Speculators library."
-        )
-        return  # most keys are in transformer_layer_config there
+    if faults := list(speculators_faults(drafter)):
+        yield from faults
+        return  # what they would become is wrong, too
     try:
         parsed = parse_dflash_draft_config(draft_hf_config=drafter)
     except (ValueError, TypeError) as error:
@@ -194,13 +192,14 @@ def _vocabulary_faults(drafter: PretrainedConfig, vocab_size: int) -> Iterator[s
     """Yield what does not fit in the drafter's vocabulary, embedding and LM head.
 
     Like DFLASH, DDTREE drafts with the target's embedding and head, even if the drafter's files contain copies of them.
-    So the drafter's vocabulary is only a number, which may be padded differently. An embedding in the layout of
-    Nemotron 3.5 is the exception.
+    So the drafter's vocabulary is only a number, which may be padded differently. There are two exceptions: an embedding
+    in the layout of Nemotron 3.5, and a head over some of the target's tokens in the layout of the Speculators library.
 
     Args:
         drafter: its configuration.
         vocab_size: of the target, with padding.
     """
+    from sglang.srt.speculative.ddtree.speculators import MODELS
     from sglang.srt.speculative.dflash_utils import is_nemotron_35_draft_config
 
     own = getattr(drafter, "vocab_size", None)
@@ -211,7 +210,7 @@ def _vocabulary_faults(drafter: PretrainedConfig, vocab_size: int) -> Iterator[s
             "was trained for another vocabulary."
         )
     reduced = getattr(drafter, "draft_vocab_size", None)
-    if reduced not in (None, own):
+    if reduced not in (None, own) and MODELS["dflash"] not in drafter.architectures:
         yield f"draft_vocab_size: expected none or vocab_size, which is {own}, got {reduced}: SGLang needs all tokens."
     if is_nemotron_35_draft_config(drafter) and (own is None or own < vocab_size):
         yield f"vocab_size: expected at least {vocab_size}, the target's, for the drafter's own embedding, got {own}."

@@ -28,9 +28,13 @@ from sgl_kernel.ddtree import MAX_CANDIDATES
 from sglang.srt.speculative.ddtree.candidates import IDENTITY, LogitTransform, top_candidates
 from torch import nn
 
-# SGLang's draft models by head.
-PLAIN_MODELS = ("DFlashDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel")
-SELECTOR_MODELS = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
+# SGLang's draft models by head, and ours (models/dflash_speculators.py).
+PLAIN_MODELS = (
+    "DFlashDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel", "SpeculatorsDFlashDraftModel",
+)  # fmt: skip
+SELECTOR_MODELS = (
+    "DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel", "SpeculatorsDFlash2DraftModel",
+)  # fmt: skip
 LILICORR_MODELS = ("LiLiCorrDraftModel",)
 DRAFT_MODELS = PLAIN_MODELS + SELECTOR_MODELS + LILICORR_MODELS
 
@@ -81,7 +85,10 @@ class Head:
     """
 
     def __init__(self, parts: HeadParts) -> None:
-        self.lm_head = parts.lm_head
+        # Only a drafter in the layout of the Speculators library may have a head of its own.
+        own = getattr(parts.drafter, "draft_head", None)
+        self.lm_head = parts.lm_head if own is None else own
+        self.target_tokens = None if own is None else own.tokens
         self.num_candidates = parts.num_candidates
 
     @classmethod
@@ -149,6 +156,8 @@ class Head:
         tokens, logits, log_sum = top_candidates(
             hidden.reshape(bs * depth, width), self.lm_head, self.num_candidates, transform
         )
+        if self.target_tokens is not None:
+            tokens = self.target_tokens[tokens]
         return tokens.view(bs, depth, -1), logits.view(bs, depth, -1), log_sum.view(bs, depth)
 
 

@@ -16,7 +16,7 @@ ENTRY_POINT = "ddtree"
 
 
 def register() -> None:
-    """Add the algorithm DDTREE, its checks of arguments, and the backend that its drafter uses on a CPU."""
+    """Add the algorithm DDTREE, its checks, the backend that its drafter uses on a CPU, and a layout of drafters."""
     # Imports are in here so that register_on_demand() can report one that fails.
     from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
     from sglang.srt.arg_groups.overrides import resolving_view
@@ -30,7 +30,9 @@ def register() -> None:
         refuse_server_args,
         without_window_warning,
     )
+    from sglang.srt.speculative.ddtree.speculators import reading_speculators
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
 
     @register_attention_backend(CPU_DRAFT_BACKEND)
     def draft_backend(runner: ModelRunner) -> AttentionBackend:
@@ -39,6 +41,7 @@ def register() -> None:
         return create_draft_backend(runner)
 
     add_draft_attention_backend_choices([CPU_DRAFT_BACKEND])
+    HfModelConfigParser.parse = reading_speculators(HfModelConfigParser.parse)
 
     # Upstream's first step.
     @register_resolution_hook("handle_deprecated_dp_attention")

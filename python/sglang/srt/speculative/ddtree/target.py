@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,17 +23,32 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-# With one of these methods a model of SGLang gives the drafter its hidden states. Both take outputs of layers.
-CAPTURE, DSPARK_CAPTURE = "set_dflash_layers_to_capture", "set_dspark_layers_to_capture"
+# With one of these methods a model of SGLang gives the drafter its hidden states. All take outputs of layers.
+CAPTURE = "set_dflash_layers_to_capture"
+OTHER_CAPTURES = ("set_dspark_layers_to_capture", "set_eagle3_layers_to_capture")
 
 
 def offer_capture(model: Any) -> None:
-    """Let the drafter read the hidden states of a target that offers them only under DSPARK's name.
+    """Let the drafter read the hidden states of a target that offers them under another method's name.
 
-    Upstream (0.5.23) asks for DFLASH's name, which Kimi-Linear lacks.
+    Upstream (0.5.23) asks for DFLASH's name, which Kimi-Linear, MiniMax-M2, Qwen2, GLM-4 MoE and others lack.
     """
-    if hasattr(model, DSPARK_CAPTURE) and not hasattr(model, CAPTURE):
-        setattr(model, CAPTURE, getattr(model, DSPARK_CAPTURE))
+    for name in OTHER_CAPTURES:
+        if hasattr(model, name) and not hasattr(model, CAPTURE):
+            setattr(model, CAPTURE, getattr(model, name))
+
+
+def input_embedding(model: Any) -> Any:
+    """Return a target's input embedding, a module.
+
+    In MiniMax-M2, the method that gives it elsewhere embeds ids.
+
+    Args:
+        model: the target.
+    """
+    if inspect.signature(model.get_input_embeddings).parameters:
+        return model.model.embed_tokens
+    return model.get_input_embeddings()
 
 
 class KVLayers(NamedTuple):
@@ -151,7 +167,7 @@ def target_faults(config: ModelConfig, *, device: str, num_nodes: int) -> Iterat
     from sglang.srt.models.registry import ModelRegistry
 
     model, _ = ModelRegistry.resolve_model_cls(config.hf_config.architectures)
-    if not (hasattr(model, CAPTURE) or hasattr(model, DSPARK_CAPTURE)):
+    if not any(hasattr(model, name) for name in (CAPTURE, *OTHER_CAPTURES)):
         yield (
             f"expected a model with {CAPTURE}(), which gives a drafter its hidden states, got {model.__name__}: SGLang "
             "does not support DFLASH for it either."

@@ -18,6 +18,7 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.models.dflash_speculators import SpeculatorsMixin
 from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_serving, get_spec
 from sglang.srt.speculative.ddtree.budget import Budget, Load, StepCosts, widths_up_to
 from sglang.srt.speculative.ddtree.coverage import verify_layers, widest_window
@@ -26,14 +27,14 @@ from sglang.srt.speculative.ddtree.forward_step import ForwardStep
 from sglang.srt.speculative.ddtree.heads import HeadParts, make_head
 from sglang.srt.speculative.ddtree.kv_pool import KVGroup, commit_kv, describe_pools, kv_groups, refuse_layers
 from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader, PhaseTimer
-from sglang.srt.speculative.ddtree.penalties import OutputPenalties
+from sglang.srt.speculative.ddtree.penalties import Options, OutputPenalties
 from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates, recurrent_gaps
 from sglang.srt.speculative.ddtree.sampling import constrain, target_tokens
 from sglang.srt.speculative.ddtree.seeds import follow_seeds, seeded
 from sglang.srt.speculative.ddtree.server_args import AUTO_BUDGET
 from sglang.srt.speculative.ddtree.step_costs import step_costs
 from sglang.srt.speculative.ddtree.step_graphs import StepGraphs
-from sglang.srt.speculative.ddtree.target import offer_capture
+from sglang.srt.speculative.ddtree.target import input_embedding, offer_capture
 from sglang.srt.speculative.ddtree.trace import Trace
 from sglang.srt.speculative.ddtree.tree_builder import TreeBuilder
 from sglang.srt.speculative.ddtree.weights import refuse_updates
@@ -128,8 +129,13 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _embed_block(self, ids: torch.Tensor) -> torch.Tensor:
         """Embed the draft block: with the drafter's own embedding if it has one, else with the target's."""
-        embed = self.draft_model.get_input_embeddings() or self.model_runner.model.get_input_embeddings()
-        return unwrap_lora_layer(embed)(ids) * self._noise_embed_scale
+        embed = self.draft_model.get_input_embeddings() or input_embedding(self.model_runner.model)
+        embed = unwrap_lora_layer(embed)
+        if isinstance(
+            self.draft_model, SpeculatorsMixin
+        ):  # trained on the embedding's weights, without a scale
+            return embed(ids) / getattr(embed, "embed_scale", 1.0)
+        return embed(ids) * self._noise_embed_scale
 
     # ---- what replaces the base class's setup ----
 
@@ -243,7 +249,7 @@ class DDTreeWorker(DFlashWorkerV2):
         parts = HeadParts(
             drafter=self.draft_model,
             lm_head=lm_head,
-            embed=unwrap_lora_layer(self.model_runner.model.get_input_embeddings()),
+            embed=unwrap_lora_layer(input_embedding(self.model_runner.model)),
             num_candidates=self.num_candidates,
             max_requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
         )
@@ -402,22 +408,9 @@ class DDTreeWorker(DFlashWorkerV2):
             )
         output, positions = step.verify()
         self.phases.mark()
-        logits, info = output.next_token_logits, batch.sampling_info
         grammar_mask = self._grammar_mask(batch, grammar_tree, grammar_barrier)
         penalized = self.penalties.options(batch.reqs)
-        if penalized is not None:
-            self.penalties.apply(logits, penalized, info, batch.req_pool_indices, step.drafted(), positions)
-        constrain(logits, info, grammar_mask, num_nodes)
-        target = target_tokens(
-            logits,
-            info,
-            self.model_runner.sampler,
-            positions,
-            sampled=[i for i, req in enumerate(batch.reqs) if req.sampling_params.top_k != 1],
-            keep_logits=batch.return_logprob,
-            out=step.target_out,
-        )
-        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target)
+        target = self._sample(batch, step, output.next_token_logits, positions, grammar_mask, penalized)
         self.phases.mark()
         accepted, new_seq_lens = step.accept(target)
         self.phases.mark()
@@ -445,6 +438,44 @@ class DDTreeWorker(DFlashWorkerV2):
             speculative_output_stride=self.block_size,
             new_seq_lens=new_seq_lens,
         )
+
+    def _sample(
+        self,
+        batch: ScheduleBatch,
+        step: StepGraphs | ForwardStep,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        grammar_mask: GrammarMask | None,
+        penalized: Options | None,
+    ) -> torch.Tensor:
+        """Pick the target's token at each node.
+
+        Args:
+            batch: of bs requests.
+            step: of the batch, after its verify.
+            logits: [bs * N, vocabulary], changed in place.
+            positions: [bs * N] int64, of the nodes.
+            grammar_mask: the tokens that grammars allow; None: all.
+            penalized: the penalties that the requests ask for; None: none.
+
+        Returns:
+            [bs * N] int64.
+        """
+        info = batch.sampling_info
+        if penalized is not None:
+            self.penalties.apply(logits, penalized, info, batch.req_pool_indices, step.drafted(), positions)
+        constrain(logits, info, grammar_mask, step.num_nodes)
+        target = target_tokens(
+            logits,
+            info,
+            self.model_runner.sampler,
+            positions,
+            sampled=[i for i, req in enumerate(batch.reqs) if req.sampling_params.top_k != 1],
+            keep_logits=batch.return_logprob,
+            out=step.target_out,
+        )
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, target)
+        return target
 
     def _choose_width(self, batch: ScheduleBatch) -> int:
         """Return N of the step."""

@@ -1,0 +1,87 @@
+"""DDTREE on two CUDA devices, with tensor parallelism over NCCL, against plain decoding on one device."""
+
+import unittest
+
+import torch
+from sglang.test.ci.ci_register import register_cuda_ci
+from support.answers import assert_first_choices
+from support.budget import AutoGreedy
+from support.cuda import CUDA, greedy, greedy_without_waiting, run_and_judge
+from support.head_models import write_head
+from support.models import write_mla_target, write_models, write_models_for
+
+register_cuda_ci(est_time=90, suite="gpu")
+
+VOCABULARY = 128  # large enough to be split: each rank holds 64 tokens
+
+
+@unittest.skipIf(torch.cuda.device_count() < 2, "needs two CUDA devices")
+class TestRanksCuda(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        folder, target, drafter = write_models_for(cls, vocabulary=VOCABULARY)
+        plain = CUDA | dict(model_path=target)
+        tree = plain | dict(
+            speculative_algorithm="DDTREE",
+            speculative_draft_model_path=drafter,
+            speculative_num_draft_tokens=96,
+            speculative_eagle_topk=32,
+            tp_size=2,
+            disable_custom_all_reduce=True,
+            enforce_disable_flashinfer_allreduce_fusion=True,
+        )
+        auto = tree | dict(speculative_ddtree_budget="auto", speculative_num_draft_tokens=64)
+        # This target has the 16 tokens of write_models().
+        (folder / "16 tokens").mkdir()
+        mla_target, mla_drafter = write_mla_target(folder), write_models(folder / "16 tokens")[1]
+        mla = dict(model_path=mla_target, speculative_draft_model_path=mla_drafter)
+        selector = dict(speculative_draft_model_path=write_head(drafter, folder / "selector", "selector"))
+        cls.trees = {
+            "graphs": ("plain", tree, greedy_without_waiting),
+            "no graph": ("plain", tree | dict(disable_cuda_graph=True), greedy),
+            "no overlap": ("plain", tree | dict(disable_overlap_schedule=True), greedy),
+            "prefill on fa3, page 16": ("plain", tree | dict(attention_backend="fa3", page_size=16), greedy),
+            "selector head": ("plain", tree | selector, greedy),
+            "mla": ("mla plain", tree | mla, greedy),
+            "auto, widths in turn": ("plain", auto, AutoGreedy(greedy_without_waiting)),
+            "auto, its own choices": ("plain", auto, AutoGreedy(greedy, cycle=False)),
+        }
+        plains = {"plain": plain, "mla plain": plain | dict(model_path=mla_target)}
+        cls.results = run_and_judge(folder, plains, cls.trees)
+
+    def result(self, name):
+        """What the job of an engine returned on each of the two ranks."""
+        ranks = [self.results[name], self.results[f"{name}, rank 1"]]
+        for result in ranks:
+            if isinstance(result, RuntimeError):
+                self.fail(f"{name}: {result}")
+        return ranks
+
+    def test_answers(self):
+        """Both ranks emit the same tokens, and these are plain decoding's first choices."""
+        for name, (judge, _, _) in self.trees.items():
+            with self.subTest(name):
+                first, second = self.result(name)
+                self.assertEqual(first[0], second[0])
+                gaps = self.results[judge]
+                if isinstance(gaps, RuntimeError):
+                    self.fail(f"{judge}: {gaps}")
+                # The budget of a drafter this bad mostly chooses steps without a tree.
+                least_accepted = 1 if name == "auto, its own choices" else 10
+                assert_first_choices(self, name, first[0], gaps, least_accepted)
+
+    def test_no_rank_waits_between_draft_and_commit(self):
+        for waits in (
+            result[2] for name in ("graphs", "auto, widths in turn") for result in self.result(name)
+        ):
+            self.assertEqual(waits, [])
+
+    def test_both_ranks_choose_the_same_widths(self):
+        for name in ("auto, widths in turn", "auto, its own choices"):
+            first, second = self.result(name)
+            self.assertEqual(first[-1], second[-1], name)
+            self.assertGreater(len(set(first[-1])), 1, name)
+
+
+if __name__ == "__main__":
+    unittest.main()
