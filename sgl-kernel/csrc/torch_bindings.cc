@@ -8,6 +8,7 @@
 
 #include <vector>
 
+#include "indexer/api.h"
 #include "tree/api.h"
 #include "tree_recurrent/api.h"
 #include "tree_verify/api.h"
@@ -52,7 +53,12 @@
      "(Tensor like, int bs, int num_nodes, int h_q, int h_kv, int d_qk, int d_v) -> (int, int)")                   \
   OP(verify_check,                                                                                                 \
      "(Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor prefix_lens, Tensor tree_slots, "             \
-     "Tensor ancestors, int num_nodes, int num_slots) -> ()")
+     "Tensor ancestors, int num_nodes, int num_slots) -> ()")                                                      \
+  OP(index_logits,                                                                                                 \
+     "(Tensor q, Tensor keys, Tensor weights, Tensor seq_lens, Tensor page_table, Tensor(a!) out) -> ()")           \
+  OP(store_index_keys,                                                                                             \
+     "(Tensor kv, Tensor plan, Tensor norm_weight, float norm_eps, Tensor freqs, Tensor out_loc, "                 \
+     "Tensor(a!) keys, bool decode) -> ()")
 // clang-format on
 
 #ifdef DDTREE_CUDA_KEYS

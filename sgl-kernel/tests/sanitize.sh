@@ -1,6 +1,6 @@
 #!/bin/bash
 # Runs a program of kernels once, then again under each tool of compute-sanitizer. Needs a GPU and the program, which
-# `ninja tree_verify_sanitize`, `ninja tree_sanitize` or `ninja tree_recurrent_sanitize` builds:
+# `ninja NAME_sanitize` builds (NAME: tree_verify, tree, tree_recurrent or indexer):
 #   tests/sanitize.sh BUILD_FOLDER/tree_verify_sanitize [LOG_FOLDER]
 set -uo pipefail
 binary=${1:?"sanitize.sh: expected the path of the program"}

@@ -21,6 +21,8 @@ register_cpu_ci(est_time=5, suite="kernel")
 GQA = "gqa_partial_kernel<GqaTraits<__half, false, 128, 16>>"
 MLA_SM90 = "mla_sm90_partial_kernel<MlaSm90Traits<__half, true>>"
 RECURRENT = "recurrent_verify_kernel<VerifyTraits<__nv_bfloat16, 128, 3, true, false>>"
+INDEX = "index_logits_kernel"
+INDEX_SM90 = "index_logits_sm90_kernel"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,13 @@ def test_occupancy(kernel, want):
         (Kernel("conv_verify_kernel<__half, 4>", "sm_90", local_memory=1), ["1 local-memory instructions"]),
         (Kernel(RECURRENT, "sm_120", tensor_core=1), []),
         (Kernel(RECURRENT, "sm_120"), ["no tensor-core instruction"]),
+        (Kernel(INDEX, "sm_90", tensor_core=1), []),
+        (Kernel(INDEX_SM90, "sm_90a"), ["no tensor-core instruction"]),
+        (Kernel("store_index_keys_kernel", "sm_90", local_memory=1), ["1 local-memory instructions"]),
+        (
+            Kernel(INDEX, "sm_120", local_memory=1),
+            ["1 local-memory instructions", "no tensor-core instruction"],
+        ),
         (Kernel("combine_kernel<__half, 64>", "sm_100", local_memory=5), ["5 local-memory instructions"]),
     ],
 )
@@ -131,6 +140,8 @@ def test_launch_shapes_come_from_the_traits():
     assert kernel_report.shape_of(MLA_SM90, shapes)[0] == 384
     assert kernel_report.shape_of(RECURRENT, shapes)[0] == 128
     assert kernel_report.shape_of(RECURRENT.replace("3", "4"), shapes)[0] == 64  # to fit into sm_120's memory
+    assert kernel_report.shape_of(INDEX, shapes) == (256, 4 * 64 * (256 + 4))  # 4 rows of 64 heads
+    assert kernel_report.shape_of(INDEX_SM90, shapes) == (512, 4 * (64 * (256 + 4) + 4))
     assert (
         kernel_report.shape_of(RECURRENT.replace("true, ", "false, "), shapes)[1]
         < kernel_report.shape_of(RECURRENT, shapes)[1]

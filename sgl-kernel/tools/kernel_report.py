@@ -3,9 +3,10 @@
 
 Columns: registers per thread, local-memory instructions (LDL + STL, from spills and indexed arrays), shared memory per
 block, tensor-core instructions, threads per block, and theoretical occupancy with its limit. The exit status is 1 if
-- a hot kernel (attention, combine or recurrent) has more local-memory instructions than KNOWN_LOCAL_MEMORY allows,
-- a kernel that multiplies matrices (attention or recurrent verify) has no tensor-core instruction or is missing for an
-  architecture, or
+- a hot kernel (attention, combine, recurrent or indexer) has more local-memory instructions than
+  KNOWN_LOCAL_MEMORY allows,
+- a kernel that multiplies matrices (attention, recurrent verify or index logits) has no tensor-core instruction or is
+  missing for an architecture, or
 - a block needs more shared memory than sm_120 has, or than sm_90 has for a kernel built only for sm_90a.
 
     python tools/kernel_report.py python/sgl_kernel/ddtree/_ddtree_cuda.so [--output report.md]
@@ -31,15 +32,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = (ROOT / "csrc/common/shared_memory.h").read_text()
-# Bytes per block: the limit of sm_120, and that of sm_90 for csrc/tree_verify/sm90, the only kernels built for sm_90a.
+# Bytes per block: the limit of sm_120, and that of sm_90 for the kernels in sm90/ folders, the only ones built for sm_90a.
 MAX_SHARED, MAX_SHARED_SM90A = (
     int(re.search(rf"\b{name} = (\d+);", LIMITS)[1]) for name in ("kMaxSharedMemory", "kMaxSharedMemorySm90")
 )
 # Allowed LDL + STL of a hot kernel by (kernel without its element type, architecture), for example
 # ("gqa fp8 256 64", "sm_120"): 6. Kernels that are not listed may have none. Entries may only shrink.
 KNOWN_LOCAL_MEMORY: dict[tuple[str, str], int] = {}
-MATRIX = re.compile(r"((gqa|mla)_(sm90_)?partial|recurrent_verify)_kernel")
-HOT = re.compile(MATRIX.pattern + r"|(combine|recurrent_commit|conv_verify|conv_commit)_kernel")
+MATRIX = re.compile(r"((gqa|mla)_(sm90_)?partial|recurrent_verify|index_logits(_sm90)?)_kernel")
+HOT = re.compile(
+    MATRIX.pattern + r"|(combine|recurrent_commit|conv_verify|conv_commit|store_index_keys)_kernel"
+)
 TENSOR_CORE = re.compile(r"\b[HQIDO]G?MMA\b|\bUTC[A-Z]*MMA\b")
 LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
 
@@ -121,7 +124,8 @@ def launch_shapes() -> dict[tuple, tuple[int, int]]:
     """Read what the traits say about each kernel that multiplies matrices.
 
     Returns (kernel, type, fp8, head size, tile height or warpgroups) -> (threads, dynamic shared bytes); for recurrent
-    verify the key is ("recurrent" or "recurrent_wide", type of the state, decay per channel, d_k, tiles of nodes).
+    verify the key is ("recurrent" or "recurrent_wide", type of the state, decay per channel, d_k, tiles of nodes), for
+    the index logits ("index" or "index_sm90", type, 0, head size, keys per tile).
     """
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/launch_shapes"
@@ -147,6 +151,8 @@ def shape_key(name: str) -> tuple | None:
     if match := re.search(r"VerifyTraits<(\w+), (\d+), (\d+), (true|false), (true|false)>", name):
         state, d_k, tiles, channel, wide = match.groups()
         return "recurrent_wide" if flag[wide] else "recurrent", state, flag[channel], int(d_k), int(tiles)
+    if match := re.fullmatch(r"index_logits(_sm90)?_kernel", name):
+        return f"index{match[1] or ''}", "__nv_bfloat16", 0, 128, 64 if match[1] else 32
     return None
 
 

@@ -1,8 +1,9 @@
 // Prints what the traits of kernels define but machine code does not show: for each instantiation of a partial or a
-// recurrent verify kernel its template arguments, threads per block and dynamic shared memory. kernel_report.py
-// compiles and runs it.
+// recurrent verify kernel its template arguments, threads per block and dynamic shared memory. For the index logits it
+// is the largest shared memory. kernel_report.py compiles and runs it.
 #include <cstdio>
 
+#include "indexer/traits.h"
 #include "tree_recurrent/traits.h"
 #include "tree_verify/traits.h"
 
@@ -67,6 +68,12 @@ void print_recurrent_all(const char* state) {
   print_recurrent_tiles<State, 128, true>(state);
 }
 
+template <typename Traits>
+void print_index(const char* kernel) {
+  std::printf("%s __nv_bfloat16 0 %d %d %d %d\n", kernel, kIndexHeadDim, Traits::kTileKeys, Traits::kThreads,
+              Traits::kMaxSharedBytes);
+}
+
 int main() {
   print_all<__half, false>("__half");
   print_all<__half, true>("__half");
@@ -74,4 +81,6 @@ int main() {
   print_all<__nv_bfloat16, true>("__nv_bfloat16");
   print_recurrent_all<float>("float");
   print_recurrent_all<__nv_bfloat16>("__nv_bfloat16");
+  print_index<IndexTraits>("index");
+  print_index<IndexSm90Traits>("index_sm90");
 }

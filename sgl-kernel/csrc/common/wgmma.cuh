@@ -121,6 +121,16 @@ DDTREE_DEFINE_WGMMA_RS(128, "%64,%65,%66,%67", "%68")
 DDTREE_DEFINE_WGMMA_RS(192, "%96,%97,%98,%99", "%100")
 DDTREE_DEFINE_WGMMA_RS(256, "%128,%129,%130,%131", "%132")
 
+// d [64, 64] = a [64, 16] b [64, 16]^T (+ d) in bfloat16, with a in registers and b in shared memory, K-major.
+__device__ __forceinline__ void wgmma_rs_k_major(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" DDTREE_REG_64
+      "}, {%32,%33,%34,%35}, %36, accumulate, 1, 1, 0;\n}\n"
+      : DDTREE_OUT_64
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));
+}
+
 #undef DDTREE_D4
 #undef DDTREE_D16
 #undef DDTREE_OUT_32

@@ -2,8 +2,6 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <type_traits>
 
 #include "tree_verify/dispatch.h"
@@ -54,14 +52,6 @@ cudaError_t launch(const TreeVerifyParams& p, bool mla, const Launch& launch) {
 bool is_mla(const TreeVerifyParams& p) { return p.d_qk == kMlaQkDim && p.d_v == kMlaVDim; }
 
 }  // namespace
-
-bool use_sm90() {
-  const char* wanted = std::getenv("SGLANG_DDTREE_SM90");
-  if (wanted != nullptr && std::strcmp(wanted, "0") == 0) return false;
-  int device = 0, major = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
-}
 
 cudaError_t plan_num_splits(const TreeVerifyParams& p, int* num_splits) {
   int device = 0, multiprocessors = 0;

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "common/use_sm90.h"
 #include "tree_verify/params.h"
 
 namespace ddtree {
@@ -19,10 +20,6 @@ struct Launch {
   cudaStream_t stream = nullptr;
   KernelShape* shape = nullptr;
 };
-
-// Whether the current device runs the kernels in sm90/. SGLANG_DDTREE_SM90=0 turns them off, so that tests and timings
-// can run the common kernels on sm_90.
-bool use_sm90();
 
 // In instantiations/: partial and combine.
 template <typename T, bool kFp8, int kD>

@@ -2,6 +2,7 @@
 
 from sgl_kernel.ddtree import _library  # noqa: F401  registers the ops that the other modules call
 from sgl_kernel.ddtree.ancestors import ancestor_mask, ancestor_words, pack_ancestors
+from sgl_kernel.ddtree.indexer import index_logits, store_index_keys
 from sgl_kernel.ddtree.limits import (
     GQA_HEAD_SIZES,
     MAX_CANDIDATES,
@@ -47,7 +48,9 @@ __all__ = [
     "ancestor_words",
     "build_trees",
     "commit_path",
+    "index_logits",
     "pack_ancestors",
+    "store_index_keys",
     "tree_conv_commit",
     "tree_conv_verify",
     "tree_recurrent_commit",
