@@ -220,6 +220,9 @@ class TestCommand(CheckCase):
         for arguments in ((), (self.model,), ("--device", "cuda")):
             status, out, err = self.run_command(*arguments)
             self.assertEqual((status, out, err), (2, "", command.USAGE + "\n"))
+        status, out, err = self.run_command("--help")
+        self.assertEqual((status, err), (0, ""))
+        self.assertIn("The exit status is 0", out)
 
 
 class TestWeightBytes(CheckCase):

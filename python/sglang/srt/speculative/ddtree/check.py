@@ -17,6 +17,9 @@ USAGE = "usage: python -m sglang.srt.speculative.ddtree.check TARGET DRAFTER [ar
 
 def main(argv: list[str]) -> int:
     """Print the verdict on the models that the command line names, and return the exit status."""
+    if argv[:1] in (["-h"], ["--help"]):
+        print(__doc__.strip())
+        return 0
     if len(argv) < 2 or argv[0].startswith("-") or argv[1].startswith("-"):
         print(USAGE, file=sys.stderr)
         return 2
