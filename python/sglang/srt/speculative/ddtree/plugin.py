@@ -36,7 +36,7 @@ def register() -> None:
 
     @register_attention_backend(CPU_DRAFT_BACKEND)
     def draft_backend(runner: ModelRunner) -> AttentionBackend:
-        from sglang.srt.layers.attention.ddtree_backend import create_draft_backend
+        from sglang.srt.layers.attention.ddtree_wrap import create_draft_backend
 
         return create_draft_backend(runner)
 

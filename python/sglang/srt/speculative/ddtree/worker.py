@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sgl_kernel.ddtree import Accepted
-from sglang.srt.layers.attention.ddtree_backend import (
+from sglang.srt.layers.attention.ddtree_wrap import (
     difference_table,
     with_block_attention,
     with_tree_verify,
