@@ -19,6 +19,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
 
 COLORS = {"plain": "#9a9a9a", "DFLASH": "#d9822b", "auto": "#1a7f37"}
 BLUES = ("#b8d4ec", "#74a9d8", "#1f5a94", "#0b2e4f")
@@ -65,8 +66,9 @@ def draw_lines(axes: Axes, rows: list[dict[str, Any]], field: str, title: str) -
         title: of the axes.
     """
     blues = iter(BLUES)
+    labels = {row["label"] for row in rows}
     for label in sorted(
-        {row["label"] for row in rows}, key=lambda label: (label == "auto", len(label), label)
+        labels, key=lambda label: (label == "auto", label.startswith("N"), len(label), label)
     ):
         of_label = sorted((row for row in rows if row["label"] == label), key=lambda row: row["requests"])
         color = COLORS.get(label) or next(blues)
@@ -80,6 +82,8 @@ def draw_lines(axes: Axes, rows: list[dict[str, Any]], field: str, title: str) -
         axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    for use in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        use(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "125" else ""))
     axes.set_xlabel("concurrent requests")
     axes.set_xticks(at, [str(n) for n in at])
     axes.set_title(title, fontsize=9)
@@ -101,7 +105,7 @@ def main() -> None:
     titles = dict(
         tokens_per_second="tokens per second, all requests",
         p50="time per output token, median, ms",
-        p99="time per output token, 99th percentile, ms",
+        p99="time per output token, p99, ms",
     )
     for row_of_axes, temperature in zip(grid, temperatures):
         of_temperature = [row for row in rows if row["temperature"] == temperature]
