@@ -90,12 +90,36 @@ class Acceptance:
         for node in range(1, share.shape[1]):
             share[:, node] *= share[rows, self._parents[:, node]]
         self._expected = share.cumsum(axis=1)[:, self._columns]
+        self._shares = share
 
     def tokens(self, width: int) -> float:
         """Returns the mean of the tokens that a recorded step emits at a width."""
         if width == 1:
             return 1.0
         return float(self.emitted[:, self.widths.index(width)].mean())
+
+    def gain_of_sharing(self, bs: int, width: int, batches: int = 400) -> float:
+        """Returns the tokens that bs * width nodes emit if they go to the most probable nodes of the whole batch.
+
+        Args:
+            bs: requests, whose steps are drawn anew for each batch.
+            width: N of each request without sharing.
+            batches: to draw.
+
+        Returns:
+            Over the tokens that the same number of nodes emits if each request has `width` of them.
+        """
+        nodes = self._shares.shape[1]
+        scores = np.where(self._probabilities > 0, self._shares, -1.0)
+        scores[:, 0] = 2.0  # a request always has its root
+        apart = shared = 0
+        for _ in range(batches):
+            chosen = self._random.choices(range(len(scores)), k=bs)
+            accepted = self._accepted[chosen]
+            apart += accepted[:, :width].sum()
+            best = np.argpartition(-scores[chosen].ravel(), bs * width - 1)[: bs * width]
+            shared += accepted[best // nodes, best % nodes].sum()
+        return float(shared / apart)
 
     def step(self, bs: int, width: int) -> tuple[tuple[float, ...] | None, float]:
         """Takes the next step of each request.

@@ -4,6 +4,9 @@ No model runs here. The time of a step is the one that a server of the 8B shape 
 step's trees, and what the target accepts of them, come from a recorded trace of the demo model (record_trace.py,
 acceptance.py). Budget and calibration are the server's own: they learn what the drafter's probabilities are worth.
 
+`gain_of_sharing` of a results file says what more the same number of nodes would emit if the requests of a batch had
+different widths.
+
     python -m benchmark.serving.simulate --costs COSTS.json --trace TRACE.jsonl --output RESULTS.json
 """
 
@@ -97,8 +100,16 @@ def main() -> None:
         medians = {case: median_and_interval(of_case)[0] for case, of_case in rates.items()}
         best = max(widths, key=medians.__getitem__)
         ratio = median_and_interval([a / b for a, b in zip(rates["auto"], rates[best])])
+        sharing = {width: acceptance.gain_of_sharing(bs, width) for width in widths if 1 < width < widths[-1]}
         result["results"].append(
-            dict(batch=bs, tokens_per_second=medians, best=best, auto_over_best=ratio, chosen=chosen)
+            dict(
+                batch=bs,
+                tokens_per_second=medians,
+                best=best,
+                auto_over_best=ratio,
+                chosen=chosen,
+                gain_of_sharing=sharing,
+            )
         )
         print(
             f"batch {bs:3}: auto {medians['auto']:6.0f} tokens/s (mostly {chosen.most_common(1)[0][0]} nodes), "
