@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -179,26 +180,28 @@ def main() -> None:
     )
     parser.add_argument("--max-total-tokens", type=int, default=65536)
     options = parser.parse_args()
+    # A time limit then ends the servers too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     start = time.monotonic()
     most = max(options.concurrency)
     options.logs.mkdir(parents=True, exist_ok=True)
-    servers = {}
-    for i, case in enumerate(options.cases):
-        arguments = [
-            *device_flags(options.device, most),
-            "--dtype",
-            options.dtype,
-            *flags(case, options.drafter),
-        ]
-        arguments += ["--max-total-tokens", str(options.max_total_tokens)]
-        if not case.startswith("DDTREE") and options.backend is not None:
-            arguments += ["--attention-backend", options.backend]
-        servers[case] = Server(options.model, options.port + i, options.logs / f"{i}.log", arguments)
+    servers: dict[str, Server] = {}
     folder = Path(tempfile.mkdtemp())
     dataset = folder / "prompts.jsonl"
     available = write_dataset(options.prompts, options.model, dataset)
     result = origin(options) | dict(weights=options.model, tokens=options.tokens, results=[])
     try:
+        for i, case in enumerate(options.cases):
+            arguments = [
+                *device_flags(options.device, most),
+                "--dtype",
+                options.dtype,
+                *flags(case, options.drafter),
+            ]
+            arguments += ["--max-total-tokens", str(options.max_total_tokens)]
+            if not case.startswith("DDTREE") and options.backend is not None:
+                arguments += ["--attention-backend", options.backend]
+            servers[case] = Server(options.model, options.port + i, options.logs / f"{i}.log", arguments)
         deadline = start + options.start_seconds
         for case, server in servers.items():
             if not server.wait(deadline):
