@@ -132,8 +132,6 @@ class Acceptance:
             Means over the requests: expected tokens by width, None at width 1; emitted tokens.
         """
         self._steps += 1
-        if width == 1:
-            return None, 1.0
         while len(self._slots) < bs:
             self._slots.append(([], 0))
         names = list(self._streams)
@@ -143,7 +141,11 @@ class Acceptance:
             if at == len(stream):
                 stream, at = self._streams[self._random.choice(names)], 0
             chosen.append(stream[at])
-            self._slots[slot] = stream, at + 1
+            # A step of width 1 passes one of the tokens that the recorded step emitted.
+            passed = width > 1 or self._random.random() * self.emitted[stream[at], -1] < 1.0
+            self._slots[slot] = stream, at + passed
+        if width == 1:
+            return None, 1.0
         tested = self._tested[chosen, :width]
         cells = self._cells[chosen, :width][tested]
         np.add.at(self._totals[0], cells, np.minimum(self._probabilities[chosen, :width][tested], 1.0))

@@ -114,6 +114,16 @@ class TestBudget(CustomTestCase):
                     server.run(bs, 200)
                     self.assertGreater(server.efficiency(bs, server.run(bs, 1000)), 0.995)
 
+    def test_width_1_still_asks_the_drafter(self):
+        """Its steps draft nothing, so only probes can show that a drafter has become worth its time."""
+        server = Simulation(kept=0.2)
+        widths = server.run(32, 800)
+        self.assertEqual(max(set(widths), key=widths.count), 1)
+        self.assertGreater(sum(width > 1 for width in widths[200:]), 3)
+        server.kept = 2.0
+        server.run(32, 1200)
+        self.assertGreater(server.efficiency(32, server.run(32, 100)), 0.9)
+
     def test_wrong_times_are_corrected_within_200_steps(self):
         generator = random.Random(7)
         for trial in range(12):

@@ -288,6 +288,8 @@ class Budget:
         measured = self.costs.measured and not kind.doubtful
         first = FIRST_WAIT_IF_MEASURED if measured else FIRST_WAIT
         present = self.widths.index(kind.width)
+        # Width 1 drafts nothing, so what the budget knows of the drafter gets old. The best other width has no price then.
+        draft = max(range(1, len(rates)), key=rates.__getitem__) if kind.width == 1 else present
         kind.due = math.inf
         for i, width in enumerate(self.widths):
             if i == present:
@@ -299,7 +301,8 @@ class Budget:
             due: float = last + wait
             # The first probe of the next narrower and the next wider one costs little, and shows whether the measured
             # times hold.
-            if due < kind.due and not (wait == first and (not measured or abs(i - present) == 1)):
+            free = i == draft or (wait == first and (not measured or abs(i - present) == 1))
+            if due < kind.due and not free:
                 # The price: how much longer a width waits than one that is as good as the present one.
                 lost = max(0.0, 1.0 - rates[i] / rates[present])
                 due = last + wait * min(MOST_PRICE, 1.0 + PRICE * lost * seconds[i] / seconds[present])
