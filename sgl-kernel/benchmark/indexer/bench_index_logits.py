@@ -4,7 +4,8 @@ A graph holds LAUNCHES launches over rotating pools that together exceed the L2 
 replays divided by LAUNCHES. "rate" is the bytes of all keys (256 per key, 132 for fp8), read once, per second. The copy
 moves a buffer of 4 GiB and counts what it reads and writes. The matmul multiplies square bfloat16 matrices. "bound" is
 the longer of the two times that a launch would take at these rates, over the time it took. "empty" is a launch whose
-requests have no keys. Prints a Markdown table; never asserts. SGLANG_DDTREE_SM90=0 times the kernel of the other architectures on sm_90.
+requests have no keys. Prints a Markdown table; never asserts. SGLANG_DDTREE_SM90=0 times the kernel of the other
+architectures on sm_90.
 
     python bench_index_logits.py --commit REVISION --output results/NAME.json
 """
@@ -167,8 +168,8 @@ def main() -> None:
                     args.output.write_text(json.dumps(record, indent=1) + "\n")
                 fp8 = f"{r['fp8_us']:.1f}|{r['fp8_rate'] / 1e12:.2f}" if "fp8_us" in r else "|"
                 print(
-                    f"|{bs}|{length}|{rows}|{r['us']:.1f}|{r['empty_us']:.1f}|{r['rate'] / 1e12:.2f}|{r['rate'] / copied:.2f}|"
-                    f"{r['tflops']:.0f}|{r['of_bound']:.2f}|{fp8}|",
+                    f"|{bs}|{length}|{rows}|{r['us']:.1f}|{r['empty_us']:.1f}|{r['rate'] / 1e12:.2f}|"
+                    f"{r['rate'] / copied:.2f}|{r['tflops']:.0f}|{r['of_bound']:.2f}|{fp8}|",
                     flush=True,
                 )
 
