@@ -15,7 +15,10 @@ HIDDEN = {
     "the note that `sglang serve` exists": (
         r".*: UserWarning: 'python -m sglang\.launch_server' is still supported|  Example: sglang serve "
     ),
-    "the source line that Python prints after a warning": r"  warnings\.warn\(",
+    "the source line that Python prints after a warning": r"  (warnings\.warn\(|return await dependant\.call\()",
+    "a deprecation that concerns upstream's HTTP server": r".*: FastAPIDeprecationWarning: ",
+    "this tool's own requests until the server is ready": r'INFO: .* "GET /health HTTP/1\.1" 503 ',
+    "the note that a draft block has another size than config.json says": r"DFLASH block size mismatch: ",
     "models whose packages are not installed": r"Ignore import error when loading sglang\.srt\.models\.",
     "what Triton's bindings leak when a process ends": (
         r"nanobind: (leaked|this is likely caused)| - leaked \w+ | - \.\.\. skipped remainder"

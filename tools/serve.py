@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -31,6 +32,9 @@ from tools.quiet import relay
 from tools.upstream import ROOT
 
 DEFAULT_PORT = 30000
+CPU_TOKENS = (
+    65536  # of the demo's KV pool. Upstream's default takes half of the memory, which is slow to clear
+)
 DEMO_DRAFTER = ROOT / "demo" / "SmolLM2-135M-DFlash"
 QUESTION = "Write a Python function that returns the n-th Fibonacci number."
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
@@ -122,10 +126,21 @@ def speculation(further: list[str]) -> list[str]:
     if is_given("--speculative-", further):
         return []
     flags = ["--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(DEMO_DRAFTER)]
-    if version("sglang-kernel").endswith("+cpu"):
+    if on_cpu():
         # On a CPU each node of the tree costs computation. On a GPU the algorithm's own default is as cheap.
         flags += ["--speculative-num-draft-tokens", "8"]
     return flags
+
+
+def on_cpu() -> bool:
+    """Return whether .venv has the CPU profile."""
+    return version("sglang-kernel").endswith("+cpu")
+
+
+def pool_size(further: list[str]) -> list[str]:
+    """Return flags that keep the demo's KV pool small on a CPU, unless the user chose for themselves."""
+    chosen = any(is_given(flag, further) for flag in ("--max-total-tokens", "--mem-fraction-static"))
+    return ["--max-total-tokens", str(CPU_TOKENS)] if on_cpu() and not chosen else []
 
 
 def server_command(model: str | None, host: str, port: int, further: list[str]) -> tuple[list[str], str]:
@@ -146,8 +161,8 @@ def server_command(model: str | None, host: str, port: int, further: list[str]) 
     ]
     if model is None:
         folder = demo_model.prepare(demo_model.default_folder())
-        command += ["--model-path", str(folder), "--served-model-name", folder.name, *speculation(further)]
-        return command + further, folder.name
+        command += ["--model-path", str(folder), "--served-model-name", folder.name]
+        return command + speculation(further) + pool_size(further) + further, folder.name
     return [*command, "--model-path", os.path.expanduser(model), *further], model
 
 
@@ -188,7 +203,7 @@ def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
     """
     command, model_name = server_command(model, host, port, further)
     quiet = not is_given("--log-level", further)
-    print("Starting:", " ".join(command[1:]), flush=True)
+    print("Starting:", shlex.join(command), flush=True)
     if quiet:
         print(
             "Lines that need no action are hidden; ARGS='--log-level debug' shows the whole log.", flush=True

@@ -4,12 +4,13 @@ import itertools
 import tempfile
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from benchmark.drafter import train_heads
+from benchmark.drafter import prompts, train, train_heads
 from benchmark.drafter.evaluate import Marginals, accepted, top1, visits
 from benchmark.drafter.heads import Domino, Lattice, Selector, load, save, token_features
 from benchmark.drafter.model import Drafter, DrafterConfig
@@ -18,7 +19,8 @@ from benchmark.drafter.nodes import OFF, ON, Calibrated, Counts
 register_cpu_ci(est_time=30, suite="unit")
 
 VOCAB, HIDDEN, DEPTH, K = 23, 8, 3, 4
-RECIPE = train_heads.HeadRecipe(drafts=64, steps=120, candidates=K)
+STEPS = 120
+RECIPE = train_heads.HeadRecipe(drafts=64, candidates=K, choose=7)
 
 
 def lattice(n: int, k: int = K) -> Lattice:
@@ -120,6 +122,84 @@ class TestLattice(unittest.TestCase):
         self.assertEqual(visits([]), [])
 
 
+class TestLoss(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(0)
+
+    def test_depth_1_costs_what_differs_from_the_plain_drafter(self):
+        drafts = lattice(30)
+        drafts.truth[:, 1:] = -1  # nothing else is left
+        drafts.truth[:, 0] = drafts.ids[:, 0, 1]
+        plain = drafts.logits[:, 0].softmax(-1)
+        heads = (*random_heads(), Selector(VOCAB, HIDDEN, 5))
+        for head in heads:
+            log_q = head.teacher_forced(drafts)[:, 0].log_softmax(-1)
+            expected = torch.nn.functional.kl_div(log_q, plain, reduction="batchmean")
+            loss, weight = train_heads.slot_loss(head, drafts, decay=4.0)
+            torch.testing.assert_close(loss / weight, expected)
+            # Domino and an untrained selector leave depth 1 alone.
+            self.assertEqual(float(loss) > 1e-3, head is heads[0])
+
+    def test_a_deeper_position_weighs_less_and_one_without_a_path_nothing(self):
+        drafts = lattice(4)
+        drafts.truth = drafts.ids[..., 2].clone()
+        drafts.truth[0, 1] = -1
+        head = random_heads()[0]
+        log_q = head.teacher_forced(drafts).log_softmax(-1)[..., 2]
+        corrected = head.teacher_forced(drafts)[:, 0].log_softmax(-1)
+        plain = drafts.logits[:, 0].log_softmax(-1)
+        first = (plain.exp() * (plain - corrected)).sum(-1)
+        inside = torch.tensor([[1, 0, 0], *[[1, 1, 1]] * 3])
+        by_depth = torch.tensor([1.0, torch.e**-0.5, torch.e**-1.0]) * inside
+        loss, weight = train_heads.slot_loss(head, drafts, decay=2.0)
+        torch.testing.assert_close(weight, by_depth.sum())
+        torch.testing.assert_close(
+            loss, (by_depth[:, 0] * first).sum() - (by_depth[:, 1:] * log_q[:, 1:]).sum()
+        )
+
+
+class TestMeasures(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(0)
+
+    @torch.no_grad()
+    def test_tree_length_is_the_mean_of_all_drafts(self):
+        drafts = lattice(50)
+        for head in random_heads():
+            steps = accepted(head.walk(drafts), drafts.ids, drafts.truth, [7])[0]
+            found = train_heads.tree_length(head.walk, drafts, 8, rows=16)
+            self.assertAlmostEqual(found, 1 + float(steps.double().mean()), places=3)
+
+    @torch.no_grad()
+    def test_first_choices_after_the_targets_prefix(self):
+        drafts = lattice(60)
+        for head in (None, *random_heads()):
+            logits = drafts.logits if head is None else head.teacher_forced(drafts)
+            right, count = [0] * DEPTH, [0] * DEPTH
+            for i in range(len(drafts)):
+                for d in range(DEPTH):
+                    count[d] += 1
+                    right[d] += bool(drafts.ids[i, d, logits[i, d].argmax()] == drafts.truth[i, d])
+                    if drafts.truth[i, d] not in drafts.ids[i, d]:
+                        break  # no tree goes on from here
+            expected = [round(r / c, 4) for r, c in zip(right, count, strict=True)]
+            self.assertEqual(train_heads.first_choice(head, drafts, rows=16), expected)
+
+    def test_texts_that_answer_our_templates(self):
+        class Words:
+            """Each character is a token."""
+
+            def encode(self, text, add_special_tokens):
+                return SimpleNamespace(ids=list(map(ord, text)))
+
+        def text(turn):
+            ids = list(map(ord, train.BEFORE + turn + train.AFTER))
+            return [*ids, 1, 2, 3], len(ids)
+
+        ours, other = text(prompts.written()[7]), text("What is a tree?")
+        self.assertEqual(train_heads.split_templates([other, ours], Words()), ([ours], [other]))
+
+
 class TestTraining(unittest.TestCase):
     def test_both_heads_learn_what_follows_a_token(self):
         """The target's token is a function of the token before, which the drafter does not know."""
@@ -142,7 +222,7 @@ class TestTraining(unittest.TestCase):
             lambda free: Domino(embed, 8, 8, tokens=token_features(embed), free=free),
         ):
             settings = ((1e-4, 1.0), (1e-1, 1.0))
-            head, best, stats = train_heads.best_fit(make, train, test, RECIPE, settings)
+            head, best, stats = train_heads.best_fit(make, train, test, RECIPE, settings, STEPS)
             self.assertEqual(best, settings[1])
             self.assertLess(stats[1]["loss"][-1][2], stats[0]["loss"][-1][2])
             with torch.no_grad():
@@ -169,7 +249,7 @@ class TestFiles(unittest.TestCase):
     def test_the_demos_heads(self):
         demo = Path(__file__).parents[2] / "demo"
         drafter = set(load_file(demo / "SmolLM2-135M-DFlash" / "model.safetensors"))
-        for name, kind, size in (("selector", Selector, 6_500_000), ("domino", Domino, 2_000_000)):
+        for name, kind, size in (("selector", Selector, 6_500_000), ("domino", Domino, 8_000_000)):
             folder = demo / f"SmolLM2-135M-DFlash-{name}"
             self.assertLessEqual((folder / "head.safetensors").stat().st_size, size)
             head = load(folder, torch.ones(49152, 576))

@@ -35,16 +35,20 @@ class HeadRecipe:
     candidates: int = 32  # K
     selector_rank: int = 32
     other_ranks: tuple[int, ...] = (8, 128)  # trained to see what the rank matters, not saved
-    domino_width: int = 64  # of the GRU
-    domino_rank: int = 16
+    domino_width: int = 256  # of the GRU
+    domino_rank: int = 64
     batch: int = 32  # texts per extraction step
-    anchors: int = 32  # drafts per text
-    extract_seconds: float = 25.0
+    anchors: int = 64  # drafts per text
+    extract_seconds: float = 40.0
     valid: int = 512  # texts that the heads never learn from: for the choice of the head, and for calibration
+    valid_apart: bool = True  # these texts answer our own templates, and no such text is learned from
+    near: int = 256  # more texts that the heads never learn from; they are of the kind that they learn from
     drafts: int = 4096  # per training step
-    steps: int = 500
-    learning_rates: tuple[float, ...] = (3e-3, 1e-2)  # of these and of `free` the best on `valid` is kept
-    free: tuple[float, ...] = (0.0, 0.1)  # heads.TokenTable's
+    steps: tuple[int, int] = (600, 1500)  # of the selector, of Domino
+    learning_rates: tuple[float, ...] = (1e-2, 3e-2)  # of these and of `free` the best on `valid` is kept
+    free: tuple[float, ...] = (0.0, 0.03, 0.1)  # heads.TokenTable's
+    decay: float = 4.0  # a candidate of depth d has the weight exp(-(d - 1) / decay) in the loss
+    choose: int = 32  # N of the trees that choose the head
     weight_decay: float = 0.0
     warmup: float = 0.03  # share of `steps`
     answer_tokens: int = 448  # of the evaluation set
@@ -53,12 +57,13 @@ class HeadRecipe:
 
 
 TEXTS = train.Recipe(
-    seed=1, turns=9216, wave=3072, answer_tokens=256, answer_temperatures=(0.0,), generate_seconds=40.0
+    seed=1, turns=18432, wave=3072, answer_tokens=256, answer_temperatures=(0.0,), generate_seconds=70.0
 )
 SMOKE_TEXTS = replace(train.SMOKE, seed=1, answer_temperatures=(0.0,))
 SMOKE = HeadRecipe(
     candidates=8, selector_rank=4, other_ranks=(2,), domino_width=8, domino_rank=4, batch=2, anchors=4,
-    extract_seconds=2.0, valid=2, drafts=16, steps=20, answer_tokens=20, widths=(8, 16),  fewer_candidates=(4,),
+    extract_seconds=2.0, valid=2, valid_apart=False, near=1, drafts=16, steps=(20, 20), learning_rates=(1e-2,),
+    answer_tokens=20, widths=(8, 16), fewer_candidates=(4,), choose=16,
 )  # fmt: skip
 
 
@@ -113,56 +118,115 @@ def extract(drafter: Drafter, target: Target, texts, recipe: HeadRecipe, seconds
     return Lattice.cat(parts)
 
 
-def slot_loss(head: PathHead, lattice: Lattice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy over the K candidates after the target's own prefix, summed, and the number of positions.
+def slot_loss(head: PathHead, lattice: Lattice, decay: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of the positions, summed, and the sum of their weights.
 
-    A position counts if the target's whole path up to it is within the candidates: no tree reaches the others.
+    It is the cross entropy over the K candidates after the target's own prefix. A position counts if the target's
+    whole path up to it is within the candidates: no tree reaches the others. At depth 1 it is the divergence from the
+    plain drafter: what follows the bonus token the drafter knows, and a correction by heart is worse on other texts.
+
+    Args:
+        head: gives the logits.
+        lattice: the drafts.
+        decay: HeadRecipe's.
     """
     match = lattice.match
-    weight = match.any(-1).long().cumprod(1).float()
+    depth = torch.arange(match.shape[1], device=match.device)
+    weight = match.any(-1).long().cumprod(1) * torch.exp(-depth / decay)
     log_q = head.teacher_forced(lattice).log_softmax(-1)
     loss = -log_q.gather(-1, match.long().argmax(-1, keepdim=True))[..., 0]
+    plain = lattice.logits[:, 0].log_softmax(-1)
+    first = (plain.exp() * (plain - log_q[:, 0])).sum(-1, keepdim=True)
+    loss = torch.cat((first, loss[:, 1:]), 1)
     return (loss * weight).sum(), weight.sum()
 
 
 @torch.no_grad()
-def valid_loss(head: PathHead, lattice: Lattice, rows: int = 4096) -> float:
-    sums = [slot_loss(head, lattice[i : i + rows]) for i in range(0, len(lattice), rows)]
+def valid_loss(head: PathHead, lattice: Lattice, decay: float, rows: int = 4096) -> float:
+    sums = [slot_loss(head, lattice[i : i + rows], decay) for i in range(0, len(lattice), rows)]
     return float(sum(loss for loss, _ in sums) / sum(count for _, count in sums))
 
 
-def fit(head: PathHead, lattice: Lattice, valid: Lattice, recipe: HeadRecipe, learning_rate: float) -> dict:
+@torch.no_grad()
+def tree_length(walk: Callable[[Lattice], Head], lattice: Lattice, width: int, rows: int = 2048) -> float:
+    """The mean accept length of a tree of `width` nodes, root included, over all drafts of a lattice.
+
+    A server's steps are other drafts: they begin where the one before ended.
+    """
+    parts = (lattice[i : i + rows] for i in range(0, len(lattice), rows))
+    sums = [float(accepted(walk(part), part.ids, part.truth, [width - 1]).sum()) for part in parts]
+    return round(1 + sum(sums) / len(lattice), 4)
+
+
+@torch.no_grad()
+def first_choice(head: PathHead | None, lattice: Lattice, rows: int = 4096) -> list[float]:
+    """How often the first choice is right at each depth, after the target's own prefix.
+
+    Args:
+        head: None is the plain drafter.
+        lattice: of its positions count those whose prefix is within the candidates.
+    """
+    right, count = 0.0, 0.0
+    for part in (lattice[i : i + rows] for i in range(0, len(lattice), rows)):
+        match = part.match
+        within = match.any(-1).long().cumprod(1)
+        reached = torch.nn.functional.pad(within[:, :-1], (1, 0), value=1) * (part.truth >= 0)
+        logits = part.logits if head is None else head.teacher_forced(part)
+        right += (match.gather(-1, logits.argmax(-1, keepdim=True))[..., 0] * reached).sum(0)
+        count += reached.sum(0)
+    return [round(float(x), 4) for x in right / count]
+
+
+def fit(
+    head: PathHead, lattice: Lattice, valid: Lattice, recipe: HeadRecipe, learning_rate: float, steps: int
+) -> dict:
     """Train `head` in place.
 
     Returns:
         Statistics; "loss" has, after each quarter of the steps, that quarter's mean loss and the loss on `valid`.
+        "tree" is tree_length() on `valid`.
     """
     optimizer = torch.optim.AdamW(
         head.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=recipe.weight_decay
     )
-    began, curve, quarter = time.monotonic(), [], recipe.steps // 4
+    began, curve, quarter = time.monotonic(), [], steps // 4
     total = torch.zeros((), device=lattice.ids.device)
-    for step in range(recipe.steps):
-        done = step / recipe.steps
+    for step in range(steps):
+        done = step / steps
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(max(done, 1e-3) / recipe.warmup, 1 - done)
         rows = torch.randint(len(lattice), (recipe.drafts,), device=lattice.ids.device)
-        loss, count = slot_loss(head, lattice[rows])
+        loss, count = slot_loss(head, lattice[rows], recipe.decay)
         loss = loss / count.clamp_min(1)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
         total += loss.detach()
         if step % quarter == quarter - 1:
-            curve.append((step + 1, round(float(total) / quarter, 4), round(valid_loss(head, valid), 4)))
+            curve.append(
+                (step + 1, round(float(total) / quarter, 4), round(valid_loss(head, valid, recipe.decay), 4))
+            )
             total.zero_()
             print(
                 f"  step {step + 1:5d}  {time.monotonic() - began:5.1f} s  loss {curve[-1][1:]}", flush=True
             )
-    return {"learning_rate": learning_rate, "seconds": round(time.monotonic() - began, 1), "loss": curve}
+    return {
+        "learning_rate": learning_rate,
+        "seconds": round(time.monotonic() - began, 1),
+        "loss": curve,
+        "tree": tree_length(head.walk, valid, recipe.choose),
+    }
 
 
-def best_fit(make: Callable[[float], PathHead], lattice, valid, recipe: HeadRecipe, settings):
+def best_fit(
+    make: Callable[[float], PathHead],
+    lattice,
+    valid,
+    recipe: HeadRecipe,
+    settings,
+    steps: int,
+    late=lambda: False,
+):
     """Train once per setting.
 
     Args:
@@ -170,19 +234,35 @@ def best_fit(make: Callable[[float], PathHead], lattice, valid, recipe: HeadReci
         lattice, valid: drafts to learn from and to choose by.
         recipe: of the run.
         settings: pairs of a learning rate and a size of the free part.
+        steps: of each training.
+        late: says when no further setting is begun.
 
     Returns:
-        The head with the least loss on `valid`, its setting, and all statistics.
+        The head with the longest tree on `valid`, its setting, and all statistics.
     """
     tries = []
     for rate, free in settings:
+        if tries and late():
+            break
         torch.manual_seed(0)
         head = make(free)
-        stats = fit(head, lattice, valid, recipe, rate) | {"free": free}
+        stats = fit(head, lattice, valid, recipe, rate, steps) | {"free": free}
         print(stats, flush=True)
-        tries.append((stats["loss"][-1][2], (rate, free), head, stats))
-    _, setting, head, _ = min(tries, key=lambda t: t[:2])
+        tries.append((stats["tree"], (rate, free), head, stats))
+    _, setting, head, _ = max(tries, key=lambda t: t[:2])
     return head, setting, [stats for *_, stats in tries]
+
+
+def split_templates(texts, tokenizer: Tokenizer):
+    """Split texts into those that answer our own templates, and the others."""
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    written = {tuple(encode(text)) for text in prompts.written()}
+    before, after = len(encode(train.BEFORE)), len(encode(train.AFTER))
+    ours: list = []
+    others: list = []
+    for ids, start in texts:
+        (ours if tuple(ids[before : start - after]) in written else others).append((ids, start))
+    return ours, others
 
 
 class Replay:
@@ -337,16 +417,32 @@ def prepare(target: Target, drafter: Drafter, arguments, recipe: HeadRecipe, tex
         torch.cuda.empty_cache()
     sets = [e["id"].split("/")[0].lower() for e in evaluated]
     replayed = Replay(drafter, target, held_out, sets, recipe.candidates)
-    valid = extract(drafter, target, texts[: recipe.valid], recipe, recipe.extract_seconds)
-    lattice = extract(drafter, target, texts[recipe.valid :], recipe, recipe.extract_seconds)
-    report.keep(drafts={"train": len(lattice), "valid": len(valid), "evaluation": len(replayed.lattice)})
-    return replayed, lattice, valid
+    valid, rest = texts[: recipe.valid], texts[recipe.valid :]
+    if recipe.valid_apart:
+        templates, rest = split_templates(texts, tokenizer)
+        valid = templates[: recipe.valid]
+    near, rest = rest[: recipe.near], rest[recipe.near :]
+    drawn = {
+        name: extract(drafter, target, part, recipe, recipe.extract_seconds)
+        for name, part in (("valid", valid), ("near", near), ("train", rest))
+    }
+    sizes = {name: len(part) for name, part in drawn.items()}
+    report.keep(drafts=sizes | {"evaluation": len(replayed.lattice)})
+    return replayed, drawn
 
 
 def experiment(
-    replayed, lattice, valid, embed: torch.Tensor, arguments, recipe: HeadRecipe, report: Report
+    replayed, drawn: dict[str, Lattice], embed: torch.Tensor, arguments, recipe: HeadRecipe, report: Report
 ) -> None:
-    """Train the heads, save them and compare their trees."""
+    """Train the heads, save them and compare their trees.
+
+    Args:
+        replayed: the evaluation set.
+        drawn: drafts of the texts to learn from ("train") and to choose by ("valid"), and of more texts ("near").
+        embed: the target's embedding.
+        arguments, recipe, report: of the run.
+    """
+    lattice, valid = drawn["train"], drawn["valid"]
     (vocab_size, hidden), device = embed.shape, embed.device
     rms, tokens = float(lattice.hidden[:4096].float().square().mean().sqrt()), token_features(embed)
     selector = lambda rank, free: Selector(vocab_size, hidden, rank, rms, tokens, free).to(device)  # noqa: E731
@@ -357,20 +453,30 @@ def experiment(
         ),
     }
     grid = list(itertools.product(recipe.learning_rates, recipe.free))
-    report.keep(plain_valid_loss=round(valid_loss(selector(1, 0.0), valid), 4))
+    late = lambda: report.seconds() > arguments.limit  # noqa: E731
+    report.keep(plain_valid_loss=round(valid_loss(selector(1, 0.0), valid, recipe.decay), 4))
     walks, settings, fitted = {"marginals": plain}, {}, {}
-    for name, make in makes.items():
-        head, settings[name], fitted[name] = best_fit(make, lattice, valid, recipe, grid)
+    heads: dict[str, PathHead | None] = {"marginals": None}
+    for (name, make), steps in zip(makes.items(), recipe.steps, strict=True):
+        head, settings[name], fitted[name] = best_fit(make, lattice, valid, recipe, grid, steps, late)
         save(head, recipe.candidates, arguments.drafter, Path(f"{arguments.out}-{name}"))
         head.load(head.tensors(), device)  # bfloat16, as served
-        walks[name] = head.walk
-        report.keep(training=fitted)
+        walks[name], heads[name] = head.walk, head
+        report.keep(training=fitted, chosen=settings)
     lengths: dict = {}
     for name, walk in walks.items():
         lengths[name] = replayed.table(walk, recipe.widths)
         report.keep(accept_length=lengths)
     width = 32 if 32 in recipe.widths else max(recipe.widths)
     report.keep(limits=limits(replayed, walks, width))
+    report.keep(first_choice={name: first_choice(head, replayed.lattice) for name, head in heads.items()})
+    sets = {"near": drawn["near"], "valid": valid, "evaluation": replayed.lattice}
+    report.keep(
+        all_drafts={
+            kind: {name: tree_length(walk, part, width) for name, walk in walks.items()}
+            for kind, part in sets.items()
+        }
+    )
 
     def nodes() -> dict:
         tables: dict = {}
@@ -390,9 +496,8 @@ def experiment(
     def by_rank() -> dict:
         tables: dict = {}
         for rank in recipe.other_ranks:
-            head, _, stats = best_fit(
-                lambda free, rank=rank: selector(rank, free), lattice, valid, recipe, [settings["selector"]]
-            )
+            make = lambda free, rank=rank: selector(rank, free)  # noqa: E731
+            head, _, stats = best_fit(make, lattice, valid, recipe, [settings["selector"]], recipe.steps[0])
             tables[rank] = {"training": stats[0], "accept_length": replayed.table(head.walk, recipe.widths)}
         return tables
 
@@ -409,7 +514,7 @@ def experiment(
         "accept_length_by_candidates": by_candidates,
     }
     for name, part in optional.items():
-        if report.seconds() < arguments.limit:
+        if not late():
             report.keep(**{name: part()})
 
 
@@ -444,8 +549,8 @@ def main() -> None:
     torch.manual_seed(texts.seed)
     target = Target(arguments.target, device, dtype)
     drafter = Drafter.load(arguments.drafter).to(device, dtype)
-    data = prepare(target, drafter, arguments, recipe, texts, report)
-    experiment(*data, target.embed, arguments, recipe, report)
+    replayed, drawn = prepare(target, drafter, arguments, recipe, texts, report)
+    experiment(replayed, drawn, target.embed, arguments, recipe, report)
     print(summary(report.content), flush=True)
 
 

@@ -19,7 +19,7 @@ Kernel = kernel_report.Kernel
 register_cpu_ci(est_time=5, suite="kernel")
 
 GQA = "gqa_partial_kernel<GqaTraits<__half, false, 128, 16>>"
-MLA_SM90 = "mla_sm90_partial_kernel<MlaSm90Traits<__half, true>>"
+MLA_SM90 = "mla_fp8_sm90_partial_kernel<MlaFp8Sm90Traits<__half, true>>"
 RECURRENT = "recurrent_verify_kernel<VerifyTraits<__nv_bfloat16, 128, 3, true, false>>"
 INDEX = "index_logits_kernel"
 INDEX_SM90 = "index_logits_sm90_kernel<3>"
@@ -138,6 +138,7 @@ def test_launch_shapes_come_from_the_traits():
     assert kernel_report.shape_of("mla_partial_kernel<MlaTraits<__nv_bfloat16, true>>", shapes)[0] % 32 == 0
     assert kernel_report.shape_of("combine_kernel<__half, 64>", shapes) is None
     assert kernel_report.shape_of(MLA_SM90, shapes)[0] == 384
+    assert kernel_report.shape_of("gqa_sm90_partial_kernel<GqaSm90Traits<__half, 128, 2>>", shapes)[0] == 384
     assert kernel_report.shape_of(RECURRENT, shapes)[0] == 128
     assert kernel_report.shape_of(RECURRENT.replace("3", "4"), shapes)[0] == 64  # to fit into sm_120's memory
     assert kernel_report.shape_of(INDEX, shapes) == (256, 4 * 64 * (256 + 4))  # 4 rows of 64 heads
@@ -171,11 +172,11 @@ def test_static_shared(arch, counted, want):
 
 def test_missing_kernels():
     """A kernel missing for one of the library's architectures is listed. sm_90 requires the kernels of sm_90a."""
-    shapes = {("gqa", "__half", 0, 128, 16): (128, 0), ("mla_sm90", "__half", 1, 0, 0): (384, 0)}
+    shapes = {("gqa", "__half", 0, 128, 16): (128, 0), ("mla_fp8_sm90", "__half", 1, 0, 0): (384, 0)}
     gqa, own, combine = (
         lambda arch, name=name: Kernel(name, arch) for name in (GQA, MLA_SM90, "combine_kernel")
     )
-    lacks_own, lacks_gqa = "mla_sm90 __half 1 0 0 sm_90a", "gqa __half 0 128 16 "
+    lacks_own, lacks_gqa = "mla_fp8_sm90 __half 1 0 0 sm_90a", "gqa __half 0 128 16 "
     for built, want in (
         ([gqa("sm_90"), own("sm_90a"), gqa("sm_120")], []),
         ([gqa("sm_120")], []),

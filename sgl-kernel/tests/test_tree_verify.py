@@ -20,6 +20,7 @@ from tree_verify_cases import (
     chain,
     expected,
     make_batch,
+    multiplied_q,
     random_tree,
     star,
 )
@@ -28,9 +29,12 @@ register_cpu_ci(est_time=60, suite="kernel")
 register_cuda_ci(est_time=90, suite="gpu")
 
 CUDA = ["cuda"] if torch.cuda.is_available() else []
+EXACT = []
 if CUDA and torch.cuda.get_device_capability()[0] == 9:
     CUDA.append("cuda, common kernels")  # sm_90 has kernels of its own, but can run the common ones too
+    EXACT.append("cuda, exact fp8")
 on_each_device = pytest.mark.parametrize("device", ["cpu", *CUDA], indirect=True)
+on_each_kernel = pytest.mark.parametrize("device", ["cpu", *CUDA, *EXACT], indirect=True)
 on_cuda = pytest.mark.parametrize(
     "device",
     CUDA or [pytest.param("cuda", marks=pytest.mark.skip(reason="needs a CUDA device"))],
@@ -40,18 +44,21 @@ on_cuda = pytest.mark.parametrize(
 
 @pytest.fixture
 def device(request, monkeypatch):
-    name, _, common = request.param.partition(", ")
-    monkeypatch.setenv("SGLANG_DDTREE_SM90", "0" if common else "1")
+    name, _, variant = request.param.partition(", ")
+    monkeypatch.setenv("SGLANG_DDTREE_SM90", "0" if variant == "common kernels" else "1")
+    monkeypatch.setenv("SGLANG_DDTREE_FP8", "exact" if variant == "exact fp8" else "fast")
     return name
 
 
 def compare(case: Case, device: str) -> None:
+    if os.environ["SGLANG_DDTREE_FP8"] == "exact" and case.kv_dtype != FP8:
+        pytest.skip("only fp8 KV has an exact mode")
     batch = make_batch(case, device)
     batch.run()
     if device == "cpu":
         assert_close(batch, *expected(batch))
     else:
-        assert_close(batch, *make_batch(case).run())
+        assert_close(batch, *make_batch(case).run(q=multiplied_q(batch)))
 
 
 CASES = {
@@ -123,7 +130,7 @@ CASES = {
 }
 
 
-@on_each_device
+@on_each_kernel
 @pytest.mark.parametrize("name", CASES)
 def test_case(name, device):
     compare(CASES[name], device)
@@ -131,7 +138,7 @@ def test_case(name, device):
 
 # Every kernel instantiation: types x head size x tile height (which follows from the packed rows), with and without
 # splits.
-@on_each_device
+@on_each_kernel
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("num_nodes", [3, 30, 90])
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
@@ -186,7 +193,7 @@ def random_case(seed: int) -> Case:
     )
 
 
-@on_each_device
+@on_each_kernel
 @pytest.mark.parametrize("seed", range(48))
 def test_random_trees_and_shapes(seed, device):
     compare(random_case(seed), device)
@@ -228,7 +235,7 @@ def test_range_of_bfloat16(exponent, mla, kv_dtype, device):
         one.q.mul_(2.0**exponent)
         one.arguments["sm_scale"] *= 2.0**-exponent
     batch.run()
-    assert_close(batch, *(expected(reference) if device == "cpu" else reference.run()))
+    assert_close(batch, *(expected(reference) if device == "cpu" else reference.run(q=multiplied_q(batch))))
 
 
 @on_each_device
@@ -607,6 +614,10 @@ WRONG_VALUES = {
     "sign bit": (
         edited("ancestors", 0, -(2**63) + 1),
         r"ancestors\[0\]: expected bits inside its request \(nodes 0 to 4\), got 63",
+    ),
+    "descendant": (
+        edited("ancestors", 2, 0b01101),
+        r"ancestors\[2\]: expected bits up to 2 \(a node's ancestors precede it\), got 3",
     ),
     "no self bit": (
         edited("ancestors", 4, 0b01111),

@@ -39,7 +39,7 @@ MAX_SHARED, MAX_SHARED_SM90A = (
 # Allowed LDL + STL of a hot kernel by (kernel without its element type, architecture), for example
 # ("gqa fp8 256 64", "sm_120"): 6. Kernels that are not listed may have none. Entries may only shrink.
 KNOWN_LOCAL_MEMORY: dict[tuple[str, str], int] = {}
-MATRIX = re.compile(r"((gqa|mla)_(sm90_)?partial|recurrent_verify|index_logits(_sm90)?)_kernel")
+MATRIX = re.compile(r"((gqa|mla)_(fp8_)?(sm90_)?partial|recurrent_verify|index_logits(_sm90)?)_kernel")
 HOT = re.compile(
     MATRIX.pattern + r"|(combine|recurrent_commit|conv_verify|conv_commit|store_index_keys)_kernel"
 )
@@ -123,9 +123,10 @@ def short_name(demangled: str) -> str:
 def launch_shapes() -> dict[tuple, tuple[int, int]]:
     """Read what the traits say about each kernel that multiplies matrices.
 
-    Returns (kernel, type, fp8, head size, tile height or warpgroups) -> (threads, dynamic shared bytes); for recurrent
-    verify the key is ("recurrent" or "recurrent_wide", type of the state, decay per channel, d_k, tiles of nodes), for
-    the index logits ("index" or "index_sm90", type, 0, head size, keys per tile).
+    Returns (kernel, type, flag, head size, tile height or warpgroups) -> (threads, dynamic shared bytes). The flag of
+    a common kernel is fp8, that of an fp8 kernel of sm_90 is whether it splits Q and P. For recurrent verify the key
+    is ("recurrent" or "recurrent_wide", type of the state, decay per channel, d_k, tiles of nodes), for the index
+    logits ("index" or "index_sm90", type, 0, head size, keys per tile).
     """
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/launch_shapes"
@@ -144,10 +145,10 @@ def launch_shapes() -> dict[tuple, tuple[int, int]]:
 def shape_key(name: str) -> tuple | None:
     """Return the key of a kernel in launch_shapes(), or None if it is not there."""
     flag = {"true": 1, "false": 0}
-    kinds = {"Gqa": "gqa", "GqaSm90": "gqa_sm90", "Mla": "mla", "MlaSm90": "mla_sm90"}
-    if match := re.search(r"(\w+)Traits<(\w+), (true|false)(?:, (\d+), (\d+))?>", name):
-        kind, element, fp8, *sizes = match.groups()
-        return kinds[kind], element, flag[fp8], *(int(size or 0) for size in sizes)
+    if match := re.search(r"(Gqa|Mla)(Fp8)?(Sm90)?Traits<(\w+)(?:, (true|false))?(?:, (\d+), (\d+))?>", name):
+        *words, element, option, size, tile = match.groups()
+        kind = "_".join(word.lower() for word in words if word)
+        return kind, element, flag[option or "false"], int(size or 0), int(tile or 0)
     if match := re.search(r"VerifyTraits<(\w+), (\d+), (\d+), (true|false), (true|false)>", name):
         state, d_k, tiles, channel, wide = match.groups()
         return "recurrent_wide" if flag[wide] else "recurrent", state, flag[channel], int(d_k), int(tiles)

@@ -19,10 +19,24 @@ void print_gqa(const char* type) {
   std::printf("gqa %s %d %d %d %d %d\n", type, kFp8, kD, kTileM, Traits::kThreads, Traits::kSharedBytes);
 }
 
-template <typename T, bool kFp8, int kD, int kWarpgroups>
+template <typename Traits>
+void print_own(const char* kernel, const char* type, bool flag, int size, int warpgroups) {
+  std::printf("%s %s %d %d %d %d %d\n", kernel, type, flag, size, warpgroups, Traits::kThreads, Traits::kSharedBytes);
+}
+
+// The kernels of sm_90a.
+template <typename T, int kD, int kWarpgroups>
 void print_gqa_sm90(const char* type) {
-  using Traits = GqaSm90Traits<T, kFp8, kD, kWarpgroups>;
-  std::printf("gqa_sm90 %s %d %d %d %d %d\n", type, kFp8, kD, kWarpgroups, Traits::kThreads, Traits::kSharedBytes);
+  print_own<GqaSm90Traits<T, kD, kWarpgroups>>("gqa_sm90", type, false, kD, kWarpgroups);
+  print_own<GqaFp8Sm90Traits<T, false, kD, kWarpgroups>>("gqa_fp8_sm90", type, false, kD, kWarpgroups);
+  print_own<GqaFp8Sm90Traits<T, true, kD, kWarpgroups>>("gqa_fp8_sm90", type, true, kD, kWarpgroups);
+}
+
+template <typename T>
+void print_mla_sm90(const char* type) {
+  print_own<MlaSm90Traits<T>>("mla_sm90", type, false, 0, 0);
+  print_own<MlaFp8Sm90Traits<T, false>>("mla_fp8_sm90", type, false, 0, 0);
+  print_own<MlaFp8Sm90Traits<T, true>>("mla_fp8_sm90", type, true, 0, 0);
 }
 
 template <typename T, bool kFp8, int kD>
@@ -30,8 +44,8 @@ void print_gqa_tiles(const char* type) {
   print_gqa<T, kFp8, kD, 16>(type);
   print_gqa<T, kFp8, kD, 64>(type);
   if constexpr (kD <= 128) print_gqa<T, kFp8, kD, 128>(type);
-  print_gqa_sm90<T, kFp8, kD, 1>(type);
-  if constexpr (kD <= 128) print_gqa_sm90<T, kFp8, kD, 2>(type);
+  if constexpr (!kFp8) print_gqa_sm90<T, kD, 1>(type);
+  if constexpr (!kFp8 && kD <= 128) print_gqa_sm90<T, kD, 2>(type);
 }
 
 template <typename T, bool kFp8>
@@ -40,8 +54,7 @@ void print_all(const char* type) {
   DDTREE_GQA_HEAD_SIZES(DDTREE_PRINT)
   using Mla = MlaTraits<T, kFp8>;
   std::printf("mla %s %d 0 0 %d %d\n", type, kFp8, Mla::kThreads, Mla::kSharedBytes);
-  using MlaSm90 = MlaSm90Traits<T, kFp8>;
-  std::printf("mla_sm90 %s %d 0 0 %d %d\n", type, kFp8, MlaSm90::kThreads, MlaSm90::kSharedBytes);
+  if constexpr (!kFp8) print_mla_sm90<T>(type);
 }
 
 template <typename State, int kDk, int kTiles, bool kChannel, bool kWide = false>

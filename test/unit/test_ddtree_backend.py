@@ -15,9 +15,8 @@ from sglang.srt.layers.attention.ddtree_backend import (
     TritonTreeVerify,
     WindowMask,
     block_ancestors,
-    with_block_attention,
-    with_tree_verify,
 )
+from sglang.srt.layers.attention.ddtree_wrap import with_block_attention, with_tree_verify
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend

@@ -6,6 +6,7 @@ import unittest
 from sglang.srt.speculative.ddtree.budget import Budget, Load, Step, StepCosts, widths_up_to
 from sglang.srt.speculative.ddtree.calibration import Calibration
 from sglang.srt.speculative.ddtree.expectation import LATE
+from sglang.srt.speculative.ddtree.width_control import CHANGED_STEPS, FIRST_STEPS, REPORT_EVERY
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -40,6 +41,7 @@ class Simulation:
         self.slower = 1.0  # of steps with a draft
         self.random = random.Random(1)
         self.pending, self.log = [], []
+        self.steps, self.last, self.same = 0, None, 0
 
     def drafted(self, width):
         return 1.0 + 1.9 * (1.0 - width**-0.45)
@@ -62,8 +64,9 @@ class Simulation:
         for _ in range(steps):
             while len(self.pending) >= LATE:
                 step = self.pending.pop(0)
-                self.budget.observe(step)
-                self.log.append(step)
+                if step is not None:
+                    self.budget.observe(step)
+                    self.log.append(step)
             load = Load(bs, bs * context, self.sampled)
             width = self.budget.choose(load)
             self.log.append((load, width))
@@ -76,8 +79,16 @@ class Simulation:
                 nodes = self.emitted(width) - 1.0
                 shape = bs * (nodes / 0.8) ** 2
                 emitted = 1.0 + nodes * self.random.gammavariate(shape, 1.0 / shape)
-            self.pending.append(Step(load, width, noisy(self.seconds(bs, width)), expected, emitted))
+            step = Step(load, width, noisy(self.seconds(bs, width)), expected, emitted)
+            self.pending.append(step if self.is_reported(bs, width) else None)
         return widths
+
+    def is_reported(self, bs, width):
+        """As WidthControl decides it."""
+        self.steps += 1
+        self.same = self.same + 1 if (bs, width) == self.last else 0
+        self.last = bs, width
+        return self.steps <= FIRST_STEPS or self.same < CHANGED_STEPS or self.steps % REPORT_EVERY == 0
 
     def efficiency(self, bs, widths):
         """Tokens per second of these steps, over those of the best single width."""
@@ -191,8 +202,8 @@ class TestBudget(CustomTestCase):
                     server.run(bs, 300)
                     for _ in range(20):
                         widths += server.run(bs, 30)
-                        late = server.pending[-1]
-                        server.pending[-1] = late._replace(seconds=factor * late.seconds)
+                        if (late := server.pending[-1]) is not None:
+                            server.pending[-1] = late._replace(seconds=factor * late.seconds)
                     self.assertGreater(server.efficiency(bs, widths), 0.98)
 
     def test_times_that_stay_longer_are_learned(self):

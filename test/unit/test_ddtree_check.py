@@ -6,6 +6,7 @@ import json
 import unittest
 from pathlib import Path
 
+from sglang.srt.server_args import prepare_server_args
 from sglang.srt.speculative.ddtree import check as command
 from sglang.srt.speculative.ddtree.checkpoint import INDEX, weight_bytes
 from sglang.srt.speculative.ddtree.verdict import check
@@ -220,6 +221,36 @@ class TestCommand(CheckCase):
         for arguments in ((), (self.model,), ("--device", "cuda")):
             status, out, err = self.run_command(*arguments)
             self.assertEqual((status, out, err), (2, "", command.USAGE + "\n"))
+        status, out, err = self.run_command("--help")
+        self.assertEqual((status, err), (0, ""))
+        self.assertIn("The exit status is 0", out)
+
+
+class TestFlag(CheckCase):
+    """launch_server --check-drafter."""
+
+    def launch(self, *arguments):
+        """The exit status of launch_server, and what it prints."""
+        given = ["--model-path", self.model, "--check-drafter", "--skip-tokenizer-init", *CPU, *arguments]
+        args, out = prepare_server_args([str(argument) for argument in given]), io.StringIO()
+        with contextlib.redirect_stdout(out), self.assertRaises(SystemExit) as caught:
+            args.resolve_once()
+        return caught.exception.code, out.getvalue()
+
+    def test_it_answers_as_the_module(self):
+        status, out = self.launch("--speculative-draft-model-path", self.drafter)
+        self.assertEqual(status, 0)
+        verdict = check(str(self.model), str(self.drafter), CPU)
+        self.assertEqual(out.splitlines()[0], f"DDTREE serves {self.model} with {self.drafter}.")
+        self.assertEqual(out.splitlines()[1:], [f"  {line}" for line in verdict.choices])
+
+    def test_refusals(self):
+        status, out = self.launch("--speculative-draft-model-path", self.drafter / "none")
+        self.assertEqual(status, 1)
+        self.assertIn("--speculative-draft-model-path: expected a folder", out)
+        status, out = self.launch("--speculative-algorithm", "DDTREE")
+        self.assertEqual(status, 1)
+        self.assertIn("expected the path of a DFlash drafter, got none", out)
 
 
 class TestWeightBytes(CheckCase):

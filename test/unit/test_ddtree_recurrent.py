@@ -6,13 +6,13 @@ from unittest.mock import patch
 
 import torch
 from sgl_kernel.ddtree import Accepted, GatedDelta, pack_ancestors
-from sglang.srt.layers.attention.ddtree_backend import narrowed
 from sglang.srt.layers.attention.ddtree_linear_backend import (
     WRAPPERS,
     GDNTreeVerify,
     KDATreeVerify,
     with_recurrent_verify,
 )
+from sglang.srt.layers.attention.ddtree_wrap import narrowed
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention

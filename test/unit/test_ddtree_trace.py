@@ -72,6 +72,8 @@ class TestDraw(CustomTestCase):
     def test_another_file(self):
         with self.assertRaisesRegex(ValueError, "expected a file that --speculative-ddtree-trace wrote"):
             find_tree(self.write([{"step": 1}]), None, None)
+        with self.assertRaisesRegex(ValueError, "/no/such: expected a file .* got No such file or directory"):
+            find_tree(Path("/no/such"), None, None)
 
 
 class TestTrace(CustomTestCase):

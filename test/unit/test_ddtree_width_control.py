@@ -5,7 +5,12 @@ import unittest
 import torch
 from sglang.srt.speculative.ddtree.budget import Load
 from sglang.srt.speculative.ddtree.expectation import FIXED_POINT, LATE, Expectation
-from sglang.srt.speculative.ddtree.width_control import READ_TOTALS_EVERY, WidthControl
+from sglang.srt.speculative.ddtree.width_control import (
+    FIRST_STEPS,
+    READ_TOTALS_EVERY,
+    REPORT_EVERY,
+    WidthControl,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -56,6 +61,40 @@ class TestWidthControl(CustomTestCase):
         # The first step has none before it.
         self.assertEqual([step.seconds is None for step in self.budget.steps], [True, False, False, False])
         self.assertTrue(all(step.seconds > 0 for step in self.budget.steps[1:]))
+
+    def test_later_one_step_in_a_few_is_reported(self):
+        control = self.control()
+        for _ in range(FIRST_STEPS + 40):
+            self.run_step(control, (2, 2), (1, 1))
+        before = len(self.budget.steps)
+        for _ in range(40):
+            self.run_step(control, (2, 2), (1, 1))
+        self.assertEqual(len(self.budget.steps) - before, 40 // REPORT_EVERY)
+        self.assertTrue(all(step.seconds > 0 for step in self.budget.steps[1:]))
+
+    def test_steps_after_a_change_are_reported(self):
+        control = self.control()
+        for _ in range(FIRST_STEPS + 40):
+            self.run_step(control, (2, 2), (1, 1))
+        for step in range(12):
+            self.run_step(control, (2, 2), (1, 1), width=4 if step == 6 else 8)
+        self.run_step(control, (2, 2), (1, 1))
+        self.run_step(control, (2, 2), (1, 1))
+        # the probe, and the four steps after it
+        self.assertIn(
+            [4, 8, 8, 8, 8],
+            [[s.width for s in self.budget.steps[i : i + 5]] for i in range(len(self.budget.steps))],
+        )
+
+    def test_the_context_is_that_of_a_few_steps_ago_at_most(self):
+        control = self.control()
+        for step in range(20):
+            load = control.load(torch.tensor([100 + step, 100 + step]), True)
+            self.assertEqual((load.bs, load.sampled), (2, True))
+            self.assertLess(abs(load.context - 2 * (100 + step)), 2 * REPORT_EVERY)
+            control.choose(load)
+            control.finish()
+        self.assertEqual(control.load(torch.tensor([7]), False), Load(1, 7, False))
 
     def test_a_step_without_a_draft_reports_its_time_alone(self):
         control = self.control()

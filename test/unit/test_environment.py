@@ -59,6 +59,10 @@ NOISE = (
     ' - leaked type "triton._C.libtriton.ir.block"',
     " - ... skipped remainder",
     "/x/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked semaphore objects",
+    "/x/routing.py:381: FastAPIDeprecationWarning: ORJSONResponse is deprecated, FastAPI now serializes data",
+    "  return await dependant.call(**values)",
+    '[2026-11-30 08:00:58] INFO:     127.0.0.1:40080 - "GET /health HTTP/1.1" 503 Service Unavailable',
+    "[2026-11-30 08:00:58] DFLASH block size mismatch: using speculative_num_draft_tokens=8 but draft config",
 )
 SINGLE_SOURCES = ("upstream.toml", "pyproject.toml", "LICENSE", "NOTICE")
 # Sends the real pip to a port of this machine at which nothing listens.
@@ -458,6 +462,8 @@ class TestServe(CustomTestCase):
             "[2026-11-30 08:00:58] max_total_num_tokens=554108, chunked_prefill_size=4096",
             "[2026-11-30 08:00:58] The server is fired up and ready to roll!",
             "[2026-11-30 08:00:58 TP0] Scheduler hit an exception: Traceback (most recent call last):",
+            '[2026-11-30 08:00:58] INFO:     127.0.0.1:40080 - "GET /health HTTP/1.1" 200 OK',
+            '[2026-11-30 08:00:58] INFO:     127.0.0.1:40080 - "POST /generate HTTP/1.1" 503 Service Unavailable',
             "/x/y.py:3: UserWarning: something else is wrong",
             '  File "server_args.py", line 3, in f',
             "    raise ValueError('server_args=')",
@@ -489,6 +495,16 @@ class TestServe(CustomTestCase):
                 self.assertEqual(flags[:3:2], ["--speculative-algorithm", "--speculative-draft-model-path"])
                 self.assertEqual((flags[1], Path(flags[3]).is_dir(), flags[4:]), ("DDTREE", True, nodes))
                 self.assertEqual(serve.speculation(["--speculative-algorithm=NGRAM"]), [])
+
+    def test_the_demos_kv_pool_is_small_on_a_cpu(self):
+        for kernel, given, expected in (
+            ("0.4.10+cpu", [], ["--max-total-tokens", str(serve.CPU_TOKENS)]),
+            ("0.4.10+cpu", ["--max-total-tokens=9"], []),
+            ("0.4.10+cpu", ["--mem-fraction-static", "0.5"], []),
+            ("0.4.10", [], []),
+        ):
+            with mock.patch.object(serve, "version", return_value=kernel):
+                self.assertEqual(serve.pool_size(given), expected)
 
     def test_command_ends_with_one_sentence_and_a_status(self):
         done = subprocess.run(

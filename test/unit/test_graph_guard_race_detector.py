@@ -3,9 +3,12 @@
 import contextlib
 import io
 import json
+import sys
 import tempfile
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from sglang.srt.model_executor.graph_guard import race_detector
@@ -220,6 +223,47 @@ class RecorderTest(unittest.TestCase):
         self.assertEqual(self.report.races, [])
         self.recorder.launch_opaque("jit::read", [result])
         self.assertEqual(len(self.report.races), 1)
+
+    def test_the_schema_of_a_custom_op_tells_what_its_launches_only_read(self):
+        """Nothing has shown the recorder how the input was written, as if an unseen kernel had done it."""
+        library = torch.library.Library("graph_guard_declared", "DEF")
+        self.addCleanup(library._destroy)
+        library.define("gemm(Tensor x, Tensor(a!) out) -> ()")
+        library.impl("gemm", lambda x, out: self.recorder.launch_opaque("jit::run", [x, out]), "CPU")
+        x, out = torch.ones(4), torch.zeros(4)
+        for tensor in (x, out):
+            self.recorder.on_alloc(tensor.data_ptr())
+        with self.recorder:
+            torch.ops.graph_guard_declared.gemm(x, out)
+            self.recorder.on = 2
+            x.clone()
+            self.assertEqual(self.report.races, [])
+            out.clone()
+        self.assertNotEqual(self.report.races, [])
+        self.recorder.launch_opaque("jit::run", [x])  # outside of the op it is a guess again
+        self.assertIn(x.data_ptr(), self.recorder._written_blocks)
+
+    def test_a_module_writes_the_tensors_that_it_returns(self):
+        made = torch.zeros(4)
+
+        class Function:
+            def __call__(self):
+                return made
+
+        class Module:
+            plan = Function()
+
+        ffi = SimpleNamespace(Module=Module, Function=Function, Array=tuple)
+        self.recorder.on_alloc(made.data_ptr())
+        with (
+            mock.patch.dict(sys.modules, tvm_ffi=ffi),
+            race_detector._observe_tvm_ffi(self.recorder),
+        ):
+            self.assertIs(Module().plan(), made)
+        self.recorder.on = 2
+        self.recorder.launch_opaque("jit::forward", [made])  # reads what the plan wrote on the other stream
+        (race,) = self.report.races
+        self.assertEqual((race.first.name, race.first_writes, race.second_writes), ("jit::plan", True, False))
 
     def test_layer_and_stack(self):
         class Attention(torch.nn.Module):

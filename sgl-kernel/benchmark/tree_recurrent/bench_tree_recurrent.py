@@ -232,11 +232,11 @@ def convolution(x: Inputs) -> dict:
     )
 
 
-def upstream_gdn(x: Inputs) -> dict:
+def upstream_gdn(x: Inputs, result: dict) -> None:
+    """Adds upstream's times and bytes to `result`."""
     from sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent import (
         fused_sigmoid_gating_delta_rule_update as update,
     )
-    from sglang.kernels.ops.attention.linear.gdn_replayssm_spec_decode import gdn_replayssm_spec_decode
 
     shape, bs, nodes = x.shape, x.bs, x.nodes
     starts = torch.arange(bs + 1, dtype=torch.int32, device=DEVICE) * nodes
@@ -248,8 +248,6 @@ def upstream_gdn(x: Inputs) -> dict:
         initial_state_source=x.states,
         use_qk_l2norm_in_kernel=True,
     )
-    result = {}
-
     per_node = torch.empty(bs, nodes, shape.h_v, shape.d_v, shape.d_k, dtype=shape.state_dtype, device=DEVICE)
     rows = torch.arange(bs, dtype=torch.int32, device=DEVICE)
     parents = x.parents.clamp(min=0).int()
@@ -290,6 +288,8 @@ def upstream_gdn(x: Inputs) -> dict:
 
     result["upstream_decode_us"] = microseconds(x.per_set(decode))
 
+    from sglang.kernels.ops.attention.linear.gdn_replayssm_spec_decode import gdn_replayssm_spec_decode
+
     ring = 2 * nodes  # upstream's smallest ring for this many draft tokens, half full
     slots = x.sets * bs
     low = shape.state_dtype != torch.float32
@@ -327,10 +327,10 @@ def upstream_gdn(x: Inputs) -> dict:
         )
 
     result["upstream_chain_us"] = microseconds(x.per_set(chain))
-    return result
 
 
-def upstream_mamba2(x: Inputs) -> dict:
+def upstream_mamba2(x: Inputs, result: dict) -> None:
+    """Adds upstream's times and bytes to `result`."""
     from sglang.kernels.ops.mamba.triton_ops.mamba_ssm import selective_state_update
 
     shape, bs, nodes = x.shape, x.bs, x.nodes
@@ -379,11 +379,9 @@ def upstream_mamba2(x: Inputs) -> dict:
             out=x.out[:bs],
         )
 
-    return dict(
-        upstream_tree_us=microseconds(x.per_set(tree_verify)[: max(2, min(x.sets, 8))]),
-        upstream_bytes=per_node.nbytes,
-        upstream_decode_us=microseconds(x.per_set(decode)),
-    )
+    result["upstream_tree_us"] = microseconds(x.per_set(tree_verify)[: max(2, min(x.sets, 8))])
+    result["upstream_bytes"] = per_node.nbytes
+    result["upstream_decode_us"] = microseconds(x.per_set(decode))
 
 
 def copy_rate() -> float:
@@ -435,11 +433,13 @@ def compile_peers(shape: Shape, nodes: list[int], batches: list[int]) -> None:
 
 
 def peers(shape: Shape, bs: int, nodes: int) -> dict:
-    """Upstream's times, or why there are none."""
+    """Upstream's times, and why there is not one of each."""
+    result = {}
     try:
-        return (upstream_gdn if shape.kind == "gdn" else upstream_mamba2)(Inputs(shape, bs, nodes))
+        (upstream_gdn if shape.kind == "gdn" else upstream_mamba2)(Inputs(shape, bs, nodes), result)
     except Exception as error:  # a peer that is not installed or does not run must not end the run
-        return dict(upstream_missing=f"{type(error).__name__}: {error}"[:300])
+        result["upstream_missing"] = f"{type(error).__name__}: {error}"[:300]
+    return result
 
 
 COLUMNS = (

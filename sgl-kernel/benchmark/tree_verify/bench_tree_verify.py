@@ -2,7 +2,8 @@
 
 The limits are measured in the same run: the copy rate (bytes read + written) and the bf16 rate of mma.sync
 (mma_rate.cu). "KV" is the size of the prefix and tree KV, read once, divided by the time. "common" is the kernel that
-every architecture has, on a card that normally runs one of its own (SGLANG_DDTREE_SM90). Upstream's kernel runs if
+every architecture has, on a card that normally runs one of its own (SGLANG_DDTREE_SM90). "exact" is the time with
+SGLANG_DDTREE_FP8=exact. "error" is the relative error of O against float64 for some rows. Upstream's kernel runs if
 sglang can be imported. --peers times FlashAttention 3, FlashMLA and FlashInfer (peers.py), which run a chain of N
 tokens. Every time is a median of do_bench over replays of a captured graph, with the L2 cache cleared before each
 replay. Prints a Markdown table; never asserts.
@@ -89,6 +90,10 @@ MEMORY_BOUND = [  # at most 64 packed rows per KV head, 64 MB of KV or more
     gqa(8, 8, 8, 16, 16384),
     gqa(32, 8, 8, 16, 16384, d=64),
     gqa(16, 4, 8, 16, 16384, d=256),
+]
+WIDE = [  # the tree is a large part of the tokens
+    mla(8, 1, 256, 4096),
+    gqa(32, 8, 8, 256, 1024),
 ]
 
 
@@ -190,6 +195,23 @@ class Inputs:
         v = self.v_cache.to(FP8) if fp8 else self.v_cache
         return lambda: verify_gqa(self.q, k, v, **keywords)
 
+    def error(self, fp8: bool) -> float:
+        """The relative error of `out` against float64, for up to eight heads of the first request and KV head."""
+        s = self.shape
+        slots = torch.cat([self.kv_indices[: s.prefix], self.tree_slots[: s.num_nodes]])
+        heads = min(8, s.h_q // s.h_kv)
+        q = self.q[: s.num_nodes, :heads].double()
+        k, v = (
+            (cache[slots, 0].to(FP8) if fp8 else cache[slots, 0]).double()
+            for cache in (self.k_cache, self.v_cache)
+        )
+        logits = s.d_qk**-0.5 * torch.einsum("nhd,td->nht", q, k)
+        tree = self.tree.cuda()[:, None].expand(-1, heads, -1)
+        logits[..., s.prefix :].masked_fill_(~tree, -torch.inf)
+        want = logits.softmax(-1) @ v
+        got = self.out[: s.num_nodes, :heads].double()
+        return float((got - want).norm() / want.norm())
+
     def upstream(self) -> tuple[Callable[[], None], torch.Tensor]:
         from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
@@ -239,14 +261,17 @@ def time_peer(shape: Shape, peer: Peer, fp8: bool) -> dict:
         return dict(error=f"{type(error).__name__}: {error}"[:300])
 
 
-class CommonKernels:
-    """A context in which launches use the kernels that every architecture has."""
+class Environment:
+    """A context in which an environment variable that launches read has a value."""
+
+    def __init__(self, name: str, value: str) -> None:
+        self.name, self.value = name, value
 
     def __enter__(self) -> None:
-        os.environ["SGLANG_DDTREE_SM90"] = "0"
+        os.environ[self.name] = self.value
 
     def __exit__(self, *_: object) -> None:
-        del os.environ["SGLANG_DDTREE_SM90"]
+        del os.environ[self.name]
 
 
 def smi(fields: str) -> str:
@@ -288,10 +313,11 @@ def main() -> None:
     )
     own_kernels = torch.cuda.get_device_capability()[0] == 9 and not options.no_common
     print(
-        "| shape | KV | us | KV GB/s | of copy | TFLOP/s | of mma.sync | common us | upstream us | faster | peers |"
+        "| shape | KV | us | KV GB/s | of copy | TFLOP/s | of mma.sync | error | exact us, error | common us "
+        "| upstream us | faster | peers |"
     )
-    print("|-|-|-|-|-|-|-|-|-|-|-|")
-    for shape in BASELINE + MEMORY_BOUND:
+    print("|-|-|-|-|-|-|-|-|-|-|-|-|-|")
+    for shape in BASELINE + MEMORY_BOUND + WIDE:
         if options.only and options.only not in str(shape):
             continue
         inputs = Inputs(shape)
@@ -300,8 +326,15 @@ def main() -> None:
             f = inputs.ours(fp8)
             us, common_us = time_us(f), None
             if own_kernels:
-                with CommonKernels():
+                with Environment("SGLANG_DDTREE_SM90", "0"):
                     common_us = time_us(inputs.ours(fp8))
+            exact_us = exact_error = None
+            if fp8:
+                with Environment("SGLANG_DDTREE_FP8", "exact"):
+                    exact_us = time_us(inputs.ours(fp8))
+                    exact_error = inputs.error(fp8)
+            f()
+            own_error = inputs.error(fp8)
             if not fp8 and not options.no_upstream and shape in BASELINE:
                 g, out = inputs.upstream()
                 upstream_us = time_us(g)
@@ -322,13 +355,18 @@ def main() -> None:
                 of_copy=gb_s / copy,
                 tflop_s=tflop_s,
                 of_mma=tflop_s / mma,
+                error=own_error,
+                exact_us=exact_us,
+                exact_error=exact_error,
                 common_us=common_us,
                 upstream_us=upstream_us,
                 difference_from_upstream=None if fp8 else error,
                 peers=peers,
             )
             results["rows"].append(row)
-            against = f"{common_us:.1f} | " if common_us else "- | "
+            against = f"{own_error:.1e} | "
+            against += f"{exact_us:.1f}, {exact_error:.1e} | " if fp8 else "- | "
+            against += f"{common_us:.1f} | " if common_us else "- | "
             against += f"{upstream_us:.0f} | {upstream_us / us:.1f}x | " if upstream_us else "- | - | "
             against += ", ".join(f"{name} {p.get('us', float('nan')):.1f}" for name, p in peers.items())
             print(

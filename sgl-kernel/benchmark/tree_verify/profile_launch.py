@@ -7,12 +7,12 @@
 import sys
 
 import torch
-from bench_tree_verify import BASELINE, MEMORY_BOUND, Inputs
+from bench_tree_verify import BASELINE, MEMORY_BOUND, WIDE, Inputs
 
 
 def main() -> None:
     name, kv = sys.argv[1:]
-    shape = next(s for s in BASELINE + MEMORY_BOUND if str(s) == name)
+    shape = next(s for s in BASELINE + MEMORY_BOUND + WIDE if str(s) == name)
     Inputs(shape).ours(kv == "fp8")()
     torch.cuda.synchronize()
 

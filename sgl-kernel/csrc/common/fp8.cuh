@@ -1,4 +1,5 @@
-// Converts e4m3 to bf16 or fp16. Both hold every e4m3 value exactly, so the KV scales are applied to S and O instead.
+// Converts between e4m3 and wider types. bf16 and fp16 hold every e4m3 value exactly, so the KV scales are applied to S
+// and O instead.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -26,6 +27,35 @@ __device__ __forceinline__ void e4m3x16_to_16bit(uint4 in, uint4& lo, uint4& hi)
   lo.z = e4m3x2_to_16bit<T>(in.y & 0xffff), lo.w = e4m3x2_to_16bit<T>(in.y >> 16);
   hi.x = e4m3x2_to_16bit<T>(in.z & 0xffff), hi.y = e4m3x2_to_16bit<T>(in.z >> 16);
   hi.z = e4m3x2_to_16bit<T>(in.w & 0xffff), hi.w = e4m3x2_to_16bit<T>(in.w >> 16);
+}
+
+// Two values to e4m3 bytes, rounded to nearest; a is the low byte. Values beyond 448 become 448.
+__device__ __forceinline__ uint32_t to_e4m3x2(float a, float b) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+}
+
+__device__ __forceinline__ uint32_t to_e4m3x4(float a, float b, float c, float d) {
+  return to_e4m3x2(a, b) | to_e4m3x2(c, d) << 16;
+}
+
+// Splits two values below 256 into hi + lo, both e4m3. Eight bits of a normal value are kept, which is all of bf16.
+__device__ __forceinline__ void split_e4m3x2(float2 v, uint32_t& hi, uint32_t& lo) {
+  hi = to_e4m3x2(v.x, v.y);
+  const float2 kept = unpack2<__half>(e4m3x2_to_16bit<__half>(hi));
+  lo = to_e4m3x2(v.x - kept.x, v.y - kept.y);
+}
+
+// Four values in [0, 448) to hi + lo, each of four e4m3 bytes.
+__device__ __forceinline__ void split_e4m3x4(float a, float b, float c, float d, uint32_t& hi, uint32_t& lo) {
+  const __half2 halves[2] = {__floats2half2_rn(a, b), __floats2half2_rn(c, d)};
+  hi = lo = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t kept = __nv_cvt_halfraw2_to_fp8x2(halves[i], __NV_SATFINITE, __NV_E4M3);
+    const __half2 rest = __hsub2(halves[i], __half2(__nv_cvt_fp8x2_to_halfraw2(kept, __NV_E4M3)));
+    hi |= kept << 16 * i;
+    lo |= uint32_t(__nv_cvt_halfraw2_to_fp8x2(rest, __NV_SATFINITE, __NV_E4M3)) << 16 * i;
+  }
 }
 
 // The power of two that brings a row with absolute maximum `top` into [1, 2), for conversion from bf16 to fp16. Its

@@ -52,4 +52,13 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
   } while (!done);
 }
 
+// The position in a ring of stages. `parity` is that of the phase that completes when the stage's data arrives.
+template <int kStages>
+struct RingPosition {
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
 }  // namespace ddtree

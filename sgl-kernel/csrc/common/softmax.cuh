@@ -53,8 +53,8 @@ __device__ __forceinline__ LogitScale make_logit_scale(float sm_scale, float k_s
 // fp16, and the accumulators are rarely rescaled. Returns the factor to multiply them by.
 constexpr float kRescaleThreshold = 8.f;
 
-__device__ __forceinline__ float raise_max(float& row_max, float top) {
-  if (!(top > row_max + kRescaleThreshold)) return 1.f;
+__device__ __forceinline__ float raise_max(float& row_max, float top, float threshold = kRescaleThreshold) {
+  if (!(top > row_max + threshold)) return 1.f;
   const float shrink = fast_exp2(row_max - top);  // row_max == -inf: 0, and the accumulators are 0 as well
   row_max = top;
   return shrink;

@@ -8,6 +8,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -50,7 +51,7 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 // Makes this thread's ordinary writes to shared memory visible to the products of threads that synchronize with it.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The products m64nNk16. The size of the accumulator `d` implies N.
+// The products m64nNk16 of 16-bit types. The size of the accumulator `d` implies N.
 
 #define DDTREE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define DDTREE_D16(i) DDTREE_D4(i), DDTREE_D4(i + 4), DDTREE_D4(i + 8), DDTREE_D4(i + 12)
@@ -131,6 +132,32 @@ __device__ __forceinline__ void wgmma_rs_k_major(float (&d)[32], const uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));
 }
 
+// The products m64nNk32 of e4m3. Both operands are K-major: a and b hold rows of K bytes. a is a descriptor of shared
+// memory, or four registers with the layout of mma.sync m16n8k32's A: bytes 4 c .. 4 c + 3 (c = lane % 4) and 16 bytes
+// further on, of rows g, g + 8, g, g + 8.
+#define DDTREE_WGMMA_E4M3(n, a_at, b_at, accumulate_at, ...)                                                          \
+  asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " accumulate_at                                    \
+               ", 0;\n"                                                                                               \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" DDTREE_REG_##n "}, " a_at ", " b_at       \
+                                                                                           ", accumulate, 1, 1;\n}\n" \
+               : DDTREE_OUT_##n                                                                                       \
+               : __VA_ARGS__, "l"(b), "r"(int(accumulate)))
+
+#define DDTREE_DEFINE_WGMMA_E4M3_SS(n, a_at, b_at, accumulate_at)                                          \
+  __device__ __forceinline__ void wgmma_e4m3(float (&d)[n / 2], uint64_t a, uint64_t b, bool accumulate) { \
+    DDTREE_WGMMA_E4M3(n, a_at, b_at, accumulate_at, "l"(a));                                               \
+  }
+#define DDTREE_DEFINE_WGMMA_E4M3_RS(n, a_at, b_at, accumulate_at)                                                      \
+  __device__ __forceinline__ void wgmma_e4m3(float (&d)[n / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) { \
+    DDTREE_WGMMA_E4M3(n, "{" a_at "}", b_at, accumulate_at, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));               \
+  }
+
+DDTREE_DEFINE_WGMMA_E4M3_SS(64, "%32", "%33", "%34")
+DDTREE_DEFINE_WGMMA_E4M3_SS(128, "%64", "%65", "%66")
+DDTREE_DEFINE_WGMMA_E4M3_RS(64, "%32,%33,%34,%35", "%36", "%37")
+DDTREE_DEFINE_WGMMA_E4M3_RS(96, "%48,%49,%50,%51", "%52", "%53")
+DDTREE_DEFINE_WGMMA_E4M3_RS(128, "%64,%65,%66,%67", "%68", "%69")
+
 #undef DDTREE_D4
 #undef DDTREE_D16
 #undef DDTREE_OUT_32
@@ -149,6 +176,9 @@ __device__ __forceinline__ void wgmma_rs_k_major(float (&d)[32], const uint32_t 
 #undef DDTREE_WGMMA_RS
 #undef DDTREE_DEFINE_WGMMA_SS
 #undef DDTREE_DEFINE_WGMMA_RS
+#undef DDTREE_WGMMA_E4M3
+#undef DDTREE_DEFINE_WGMMA_E4M3_SS
+#undef DDTREE_DEFINE_WGMMA_E4M3_RS
 
 // Moves registers between warpgroups. Each warpgroup of the block calls one of the two in its own branch.
 template <int kRegisters>

@@ -7,19 +7,25 @@
 namespace ddtree {
 namespace {
 
-template <typename State, int kDk, bool kChannel>
+template <typename State, int kDk, bool kChannel, bool kContiguous>
 cudaError_t launch_commit_typed(const RecurrentCommitParams& p, cudaStream_t stream) {
-  constexpr int kColumns = CommitTraits<State, kDk, kChannel>::kColumns;
+  constexpr int kColumns = CommitTraits<State, kDk, kChannel, kContiguous>::kColumns;
   const dim3 grid(p.h_v * ((p.d_v + kColumns - 1) / kColumns), p.bs, p.layers);
-  recurrent_commit_kernel<State, kDk, kChannel><<<grid, kCommitThreads, 0, stream>>>(p);
+  recurrent_commit_kernel<State, kDk, kChannel, kContiguous><<<grid, kCommitThreads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+template <typename State, int kDk, bool kChannel>
+cudaError_t launch_commit_strides(const RecurrentCommitParams& p, cudaStream_t stream) {
+  return p.states.stride_k == 1 ? launch_commit_typed<State, kDk, kChannel, true>(p, stream)
+                                : launch_commit_typed<State, kDk, kChannel, false>(p, stream);
 }
 
 template <typename State, bool kChannel>
 cudaError_t launch_commit_head_size(const RecurrentCommitParams& p, cudaStream_t stream) {
   switch (p.d_k) {
-    case 64: return launch_commit_typed<State, 64, kChannel>(p, stream);
-    case 128: return launch_commit_typed<State, 128, kChannel>(p, stream);
+    case 64: return launch_commit_strides<State, 64, kChannel>(p, stream);
+    case 128: return launch_commit_strides<State, 128, kChannel>(p, stream);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -59,6 +59,22 @@ struct RowWriter {
     }
   }
 
+  // Writes dimensions d + 16 j .. d + 16 j + 3, for every j < kCount, from the accumulators of a product whose columns
+  // are 16 dimensions each, the even ones first: acc[8 j + first], acc[8 j + 4 + first], then the same + 1.
+  template <int kCount, int kSize>
+  __device__ __forceinline__ void store_even_odd(int d, const float (&acc)[kSize], int first) const {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float a = acc[8 * j + first] * scale, b = acc[8 * j + 4 + first] * scale;
+      const float c = acc[8 * j + first + 1] * scale, e = acc[8 * j + 4 + first + 1] * scale;
+      if (out) {
+        *reinterpret_cast<uint2*>(out + d + 16 * j) = make_uint2(pack2<T>(a, b), pack2<T>(c, e));
+      } else if (partial) {
+        *reinterpret_cast<float4*>(partial + d + 16 * j) = make_float4(a, b, c, e);
+      }
+    }
+  }
+
   __device__ __forceinline__ void store2(int d, float a, float b) const {
     a *= scale, b *= scale;
     if (out) {

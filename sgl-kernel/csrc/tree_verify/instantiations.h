@@ -21,6 +21,10 @@ struct Launch {
   KernelShape* shape = nullptr;
 };
 
+// Whether sm_90's kernels for fp8 KV keep all bits of Q and P (SGLANG_DDTREE_FP8=exact; sm90/gqa_fp8_sm90.cuh). The
+// common kernels always do.
+bool exact_fp8();
+
 // In instantiations/: partial and combine.
 template <typename T, bool kFp8, int kD>
 cudaError_t launch_gqa_typed(const TreeVerifyParams& p, const Launch& launch);

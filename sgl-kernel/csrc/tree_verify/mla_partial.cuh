@@ -69,13 +69,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
   float4* const exchange = reinterpret_cast<float4*>(storage.exchange);
 
   __shared__ WorkItem work;  // in shared memory, because the main loop has no registers to spare
+  const int m0 = blockIdx.x * Traits::kTileM;
   if (threadIdx.x < 32) {
-    const WorkItem found = find_work(p, blockIdx.y);
+    const WorkItem found = find_work(p, blockIdx.y, m0, Traits::kTileM, p.h_q);
     if (threadIdx.x == 0) work = found;
   }
   __syncthreads();
-  const int m0 = blockIdx.x * Traits::kTileM;
-  if (work.index < 0 || m0 >= work.request.num_nodes * p.h_q) return;
+  if (work.index < 0) return;
   const Request& request = work.request;
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

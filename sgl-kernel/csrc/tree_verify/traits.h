@@ -70,40 +70,67 @@ struct GqaTraits {
 // warpgroup are limited by memory, and two of them share a multiprocessor. A block of two warpgroups is limited by
 // arithmetic and takes a multiprocessor alone, as does head size 256. A multiprocessor has 228 KiB, of which the system
 // takes 1 KiB per block.
-template <typename T, bool kFp8_, int kD_, int kWarpgroups_>
+template <typename T, int kD_, int kWarpgroups_>
 struct GqaSm90Traits {
   using Element = T;
-  using Mma = MmaType<T, kFp8_>;
-  static constexpr bool kFp8 = kFp8_, kScaleQ = !std::is_same_v<Mma, T>;
   static constexpr int kD = kD_, kWarpgroups = kWarpgroups_, kTileM = 64 * kWarpgroups;
   static constexpr int kConsumers = 128 * kWarpgroups;
   static constexpr int kMinBlocks = kWarpgroups == 2 || kD == 256 ? 1 : 2;
   static constexpr int kProducers = kMinBlocks == 2 ? 2 : 4;  // warps; limited by the consumers' registers
   static constexpr int kThreads = kConsumers + 32 * kProducers;
-  static constexpr int kTileN = kD == 192                                                       ? 32
-                                : (kD == 64 || kWarpgroups == 2) && !(kFp8 && kWarpgroups == 2) ? 128
-                                                                                                : 64;
+  static constexpr int kTileN = kD == 192 ? 32 : kD == 64 || kWarpgroups == 2 ? 128 : 64;
   static constexpr int kProducerTokens = kTileN / kProducers;
-  static constexpr int kColumns = (kD + 63) / 64 * 64;          // whole blocks of 128 bytes
-  static constexpr int kTileBytes = 2 * kTileN * kColumns * 2;  // K, V
-  static constexpr int kStageBytes = kFp8 ? 2 * kTileN * kD : kTileBytes;
+  static constexpr int kColumns = (kD + 63) / 64 * 64;      // whole blocks of 128 bytes
+  static constexpr int kTileBytes = kTileN * kColumns * 2;  // of K or V
 
   template <int kCount>
   struct StorageOf {
     char q[kTileM * kColumns * 2];
-    char tiles[kFp8 ? 2 * kTileBytes : 0];  // fp8 stages, converted to 16 bits
-    char stages[kCount * kStageBytes];
-    float q_unscale[kScaleQ ? kTileM : 0];
+    char stages[kCount * 2 * kTileBytes];  // K and V of each stage
     uint64_t full[kCount], empty[kCount];  // mbarriers
     alignas(64) WorkItem work;
   };
   static constexpr int kMaxStages = 4;
-  static constexpr int kOverhead = sizeof(StorageOf<kMaxStages>) - kMaxStages * kStageBytes;
-  static constexpr int kFit = ((228 / kMinBlocks - 1) * 1024 - kOverhead) / kStageBytes;
+  static constexpr int kOverhead = sizeof(StorageOf<kMaxStages>) - kMaxStages * 2 * kTileBytes;
+  static constexpr int kFit = ((228 / kMinBlocks - 1) * 1024 - kOverhead) / (2 * kTileBytes);
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
   using Storage = StorageOf<kStages>;
   static constexpr int kSharedBytes = sizeof(Storage);
   static_assert(kStages >= 2 && kSharedBytes <= kMaxSharedMemorySm90);
+};
+
+// GQA over fp8 KV on sm_90a with fp8 wgmma (sm90/gqa_fp8_sm90.cuh). Two of the helper warps copy, two transpose V. Rows
+// of K and V take one or two blocks of 128 bytes.
+template <typename T, bool kSplit_, int kD_, int kWarpgroups_>
+struct GqaFp8Sm90Traits {
+  using Element = T;
+  static constexpr bool kSplit = kSplit_;
+  static constexpr int kD = kD_, kWarpgroups = kWarpgroups_, kTileM = 64 * kWarpgroups, kTileN = 128;
+  static constexpr int kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
+  static constexpr int kMinBlocks = kWarpgroups == 2 || kD > 128 ? 1 : 2;
+  // Registers per thread at launch: 168 of three warpgroups, 128 of two blocks of two, 255 of one block of two.
+  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 216 : kMinBlocks == 2 ? 192 : 256;
+  static constexpr int kHelperRegisters = kWarpgroups == 2 ? 72 : 64;
+  // Whether there are registers for O, S, P and P V at the same time.
+  static constexpr bool kOverlap = kD == 64 && (kWarpgroups == 2 || !kSplit);
+  static constexpr int kBlocks = (kD + 127) / 128;
+  static constexpr int kParts = kBlocks, kPartD = kD / kParts;  // P V is computed in parts, for lack of registers
+  static constexpr int kTileBytes = kTileN * kBlocks * 128;     // K or V as stored
+  static constexpr int kValuesBytes = kD * kTileN;              // V transposed
+  static constexpr int kQParts = kSplit ? 2 : 1, kQPartBytes = kTileM * kBlocks * 128;
+  static constexpr int kStages = kWarpgroups == 2 ? 4 : 2;
+  static constexpr int kAhead = 4;  // passes of a copy unrolled, as the helpers' registers allow
+
+  struct Storage {
+    char q[kQParts * kQPartBytes];
+    char stages[kStages * 2 * kTileBytes];
+    char values[2 * kValuesBytes];
+    float q_unscale[kTileM];
+    uint64_t full[kStages], empty[kStages], values_full[2], values_empty[2];  // mbarriers
+    alignas(64) WorkItem work;
+  };
+  static constexpr int kSharedBytes = sizeof(Storage);
+  static_assert(kSharedBytes <= (228 / kMinBlocks - 1) * 1024 && kSharedBytes <= kMaxSharedMemorySm90);
 };
 
 // One latent tile serves as both K and V. There are eight warps. For S, warp w takes rows 16 (w % 4) and half w / 4 of
@@ -144,17 +171,15 @@ struct MlaTraits {
 
 // Barriers of mla_sm90.cuh, which describes them.
 struct MlaSm90Barriers {
-  uint64_t full[2][2], empty[2][2], posted[2], meeting;
+  uint64_t full[2], empty[2][2], posted[2], meeting;
 };
 
 // MLA on sm_90a with wgmma (sm90/mla_sm90.cuh). One block takes all of a multiprocessor's shared memory.
-template <typename T, bool kFp8_>
+template <typename T>
 struct MlaSm90Traits {
   using Element = T;
-  using Mma = MmaType<T, kFp8_>;
-  static constexpr bool kFp8 = kFp8_, kScaleQ = !std::is_same_v<Mma, T>;
   static constexpr int kTileM = kMlaTileM, kTileN = 64, kThreads = 384;
-  static constexpr int kConsumerRegisters = kFp8 ? 208 : 216, kProducerRegisters = kFp8 ? 88 : 72;
+  static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
   static_assert(2 * kConsumerRegisters + kProducerRegisters == 3 * 168);  // 168: registers per thread at launch
   static constexpr int kBlocks = kMlaQkDim / 64;                          // [64][128 bytes] each, swizzled
   static constexpr int kBlockBytes = 64 * 128;
@@ -169,8 +194,38 @@ struct MlaSm90Traits {
     char q[kTileBytes];
     char stages[2 * kTileBytes];
     Mailbox mailbox;
-    float q_unscale[kScaleQ ? kTileM : 0];
     MlaSm90Barriers barriers;
+    alignas(32) WorkItem work;
+  };
+  static constexpr int kSharedBytes = sizeof(Storage);
+  static_assert(kSharedBytes <= kMaxSharedMemorySm90);
+};
+
+// MLA over fp8 latents on sm_90a with fp8 wgmma (sm90/mla_fp8_sm90.cuh). One block takes a multiprocessor. A block of
+// 128-byte rows is [64][128 bytes], swizzled.
+template <typename T, bool kSplit_>
+struct MlaFp8Sm90Traits {
+  using Element = T;
+  static constexpr bool kSplit = kSplit_;
+  static constexpr int kTileM = kMlaTileM, kTileN = 64, kThreads = 384;
+  static constexpr int kConsumerRegisters = 232, kHelperRegisters = 40;
+  static_assert(2 * kConsumerRegisters + kHelperRegisters == 3 * 168);  // 168: registers per thread at launch
+  static constexpr int kBlockBytes = 64 * 128;
+  static constexpr int kSteps = kTileN / 32, kParts = kSplit ? 2 : 1;  // of Q and P
+  static constexpr int kStages = 4 - kParts;
+
+  // Passes P and the running maxima from a thread of one consumer group to its counterpart in the other.
+  struct Mailbox {
+    uint32_t prob[kParts * kSteps * 128 * 4];  // uint4 [part, step, thread]
+    float maxima[128 * 2];                     // float2 [thread]
+  };
+  struct Storage {
+    // The parts of Q, then the stages: 512 dimensions of each (4 blocks), then the last 64 of each (half a block).
+    char operands[18 * kBlockBytes];
+    char values[8 * kBlockBytes];  // V transposed, [512][128 bytes]: the tokens of even tiles, then those of odd tiles
+    Mailbox mailbox;
+    float q_unscale[kTileM];
+    uint64_t full[kStages], empty[kStages], values_full[2], values_empty[2], posted[2], meeting;  // mbarriers
     alignas(32) WorkItem work;
   };
   static constexpr int kSharedBytes = sizeof(Storage);

@@ -6,9 +6,28 @@
 
 namespace ddtree {
 
+struct TokenRange {
+  int begin, end;
+  __device__ __forceinline__ bool contains(int first, int width) const {
+    return first >= begin && first + width <= end;
+  }
+};
+
+// The tokens that every node of the request attends to. Among them no mask is needed.
+__device__ __forceinline__ TokenRange shared_tokens(const Request& q, int window) {
+  return {window < 0 ? 0 : q.prefix + q.num_nodes - 1 - window, q.prefix};
+}
+
+// Those of a chunk, which may end within a tile while its request continues.
+__device__ __forceinline__ TokenRange shared_tokens(const TreeVerifyParams& p, const WorkItem& work) {
+  TokenRange range = shared_tokens(work.request, p.sliding_window);
+  range.end = min(range.end, work.end);
+  return range;
+}
+
 // Whether tokens [begin, begin + width) of the request need tree_mask().
 __device__ __forceinline__ bool needs_mask(const Request& q, int window, int begin, int width) {
-  return begin + width > q.prefix || (window >= 0 && begin < q.prefix + q.num_nodes - 1 - window);
+  return !shared_tokens(q, window).contains(begin, width);
 }
 
 // Bit j is set if the request's node `node` attends to token begin + j. Nodes past the end attend to nothing.
@@ -55,6 +74,11 @@ __device__ __forceinline__ int token_slot(const TreeVerifyParams& p, const Reque
   }
   const int64_t i = int64_t(q.row0) + token - q.prefix;
   return static_cast<const int32_t*>(p.tree_slots)[p.tree_slots_is_64 ? 2 * i : i];
+}
+
+// Pool slot of a token of a work item, or -1 past its end.
+__device__ __forceinline__ int work_slot(const TreeVerifyParams& p, const WorkItem& work, int token) {
+  return token < work.end ? token_slot(p, work.request, work.request.kv_start, token) : -1;
 }
 
 }  // namespace ddtree

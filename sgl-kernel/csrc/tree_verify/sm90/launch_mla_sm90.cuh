@@ -2,14 +2,22 @@
 #pragma once
 
 #include "tree_verify/kernel_launch.cuh"
+#include "tree_verify/sm90/mla_fp8_sm90.cuh"
 #include "tree_verify/sm90/mla_sm90.cuh"
 
 namespace ddtree {
 
 template <typename T, bool kFp8>
 cudaError_t launch_mla_sm90(const TreeVerifyParams& p, const Launch& launch) {
-  using Traits = MlaSm90Traits<T, kFp8>;
-  return launch_partial<Traits>(mla_sm90_partial_kernel<Traits>, p, launch);
+  if constexpr (kFp8) {
+    using Fast = MlaFp8Sm90Traits<T, false>;
+    using Exact = MlaFp8Sm90Traits<T, true>;
+    return exact_fp8() ? launch_partial<Exact>(mla_fp8_sm90_partial_kernel<Exact>, p, launch)
+                       : launch_partial<Fast>(mla_fp8_sm90_partial_kernel<Fast>, p, launch);
+  } else {
+    using Traits = MlaSm90Traits<T>;
+    return launch_partial<Traits>(mla_sm90_partial_kernel<Traits>, p, launch);
+  }
 }
 
 }  // namespace ddtree

@@ -1,4 +1,5 @@
-// Tree-verify attention over MLA latents with wgmma. Computes what mla_partial.cuh computes, for sm_90a only.
+// Tree-verify attention over MLA latents of Q's type with wgmma. Computes what mla_partial.cuh computes, for sm_90a
+// only.
 //
 // The grid is the same: x = M tile of 64 packed rows, y = work item. A block is three warpgroups. The producers gather
 // tiles of 64 latents by slot into two stages. Each of the two consumer groups owns half of the 512 value dimensions of
@@ -12,21 +13,20 @@
 // its own dimensions frees their part, regardless of the other group's progress.
 //
 // Barriers (mbarrier.cuh) and who arrives at them:
-//   full[stage][0]        the stage's producers ([1] is unused)
+//   full[stage]           the copies of the producers' lanes
 //   empty[stage][part]    the warps of the group that owns the part's value dimensions
 //   posted[group]         the group's threads, once P is in the mailbox
 //   meeting               all consumers, before the first tile and after the last
-// The producers write through the generic proxy and the tensor cores read through the async proxy. Each producer thread
-// therefore waits for its copies, fences, then arrives.
+// The producers write through the generic proxy and the tensor cores read through the async proxy. Each consumer
+// therefore waits for `full`, fences, then multiplies.
 #pragma once
 
 #include "common/cp_async.cuh"
-#include "common/fp8.cuh"
 #include "common/mbarrier.cuh"
 #include "common/pdl.cuh"
-#include "common/softmax.cuh"
 #include "common/wgmma.cuh"
 #include "tree_verify/epilogue.cuh"
+#include "tree_verify/sm90/online_softmax.cuh"
 #include "tree_verify/traits.h"
 #include "tree_verify/tree_mask.cuh"
 
@@ -37,10 +37,9 @@ struct MlaSm90Block {
   const WorkItem& work;
   int m0, tiles;
   uint32_t q, stages, mailbox;  // shared-memory addresses
-  float* q_unscale;             // [kTileM] kScaleQ: factor that undoes the scaling of a row's q.k
   uint32_t barriers;            // shared-memory address of MlaSm90Barriers
-  __device__ __forceinline__ uint32_t full(int stage, int part) const {
-    return barriers + offsetof(MlaSm90Barriers, full) + stage * 16 + part * 8;
+  __device__ __forceinline__ uint32_t full(int stage) const {
+    return barriers + offsetof(MlaSm90Barriers, full) + stage * 8;
   }
   __device__ __forceinline__ uint32_t empty(int stage, int part) const {
     return barriers + offsetof(MlaSm90Barriers, empty) + stage * 16 + part * 8;
@@ -61,109 +60,78 @@ __device__ __forceinline__ void store_shared_16(uint32_t to, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// Takes the maxima that a thread of the other group posted. Returns the factors to multiply O by, bit for bit what the
+// softmax returned there.
+__device__ __forceinline__ float2 take_maxima(uint32_t from, float (&row_max)[2], float (&row_sum)[2]) {
+  float raised[2], shrink[2];
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(raised[0]), "=f"(raised[1]) : "r"(from) : "memory");
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    shrink[half] = raised[half] == row_max[half] ? 1.f : fast_exp2(row_max[half] - raised[half]);
+    row_max[half] = raised[half];
+    row_sum[half] *= shrink[half];
+  }
+  return make_float2(shrink[0], shrink[1]);
+}
+
 // The blocks of 64 dimensions that form a part of a stage: their number, and the i-th of them.
 __host__ __device__ constexpr int part_blocks(int part) { return part == 0 ? 5 : 4; }
 __host__ __device__ constexpr int part_block(int stage, int part, int i) { return i == 4 ? 8 : (stage ^ part) * 4 + i; }
 
-// Two warps fill one stage with every other tile, 32 tokens each. Lane i looks up the slot of token i.
+// A producer warp copies its 16 tokens of a tile to stage kStage. Lane i holds the slot of token i.
 template <typename Traits, int kStage>
-__device__ __forceinline__ void mla_sm90_produce(const TreeVerifyParams& p, const MlaSm90Block& block) {
-  const int lane = threadIdx.x % 32, token0 = threadIdx.x / 32 % 2 * 32;
-  const WorkItem& work = block.work;
+__device__ __forceinline__ void mla_sm90_copy(const TreeVerifyParams& p, const MlaSm90Block& block, int token0,
+                                              int slot, uint32_t parity) {
+  const int lane = threadIdx.x % 32;
   const char* const cache = static_cast<const char*>(p.k_cache);
   const uint32_t to = block.stages + kStage * Traits::kTileBytes;
-  auto load_slot = [&](int tile) {
-    const int token = work.begin + tile * Traits::kTileN + token0 + lane;
-    return token < work.end ? token_slot(p, work.request, work.request.kv_start, token) : -1;
-  };
-
-  int slot = load_slot(kStage);
-  for (int tile = kStage; tile < block.tiles; tile += 2) {
-    const uint32_t parity = tile / 2 & 1;
-    if constexpr (!Traits::kFp8) {
-      // Eight lanes copy 128 bytes of one token.
+  // Eight lanes copy 128 bytes of one token.
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        mbarrier_wait(block.empty(kStage, part), parity ^ 1);
+  for (int part = 0; part < 2; ++part) {
+    mbarrier_wait(block.empty(kStage, part), parity ^ 1);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int token = i * 4 + lane / 8, s = __shfl_sync(0xffffffff, slot, token);
-          const char* const latent = cache + (s < 0 ? 0 : s) * p.k_stride_slot * 2 + lane % 8 * 16;
-          const uint32_t at = to + swizzled(token0 + token, lane % 8);
+    for (int i = 0; i < 4; ++i) {
+      const int token = i * 4 + lane / 8, s = __shfl_sync(0xffffffff, slot, token);
+      const char* const latent = cache + (s < 0 ? 0 : s) * p.k_stride_slot * 2 + lane % 8 * 16;
+      const uint32_t at = to + swizzled(token0 + token, lane % 8);
 #pragma unroll
-          for (int d = 0; d < part_blocks(part); ++d) {
-            const int b = part_block(kStage, part, d);
-            cp_async_16(at + b * Traits::kBlockBytes, latent + b * kSwizzleRowBytes, s >= 0);
-          }
-        }
+      for (int d = 0; d < part_blocks(part); ++d) {
+        const int b = part_block(kStage, part, d);
+        cp_async_16(at + b * Traits::kBlockBytes, latent + b * kSwizzleRowBytes, s >= 0);
       }
-      cp_async_commit();
-      slot = load_slot(tile + 2);
-      cp_async_wait<0>();
-      fence_async_proxy();
-      mbarrier_arrive(block.full(kStage, 0));
-    } else {
-      // Four lanes convert 64 dimensions of one token through registers, because the stages leave no room for the
-      // bytes.
-      constexpr int kLoads = 4 * Traits::kBlocks;  // per tile and thread, kAhead of them in flight
-      constexpr int kAhead = 10;
-      const uint32_t even = to + swizzled(token0 + lane / 4, lane % 4 * 2);
-      const uint32_t odd = to + swizzled(token0 + lane / 4, lane % 4 * 2 + 1);
-      uint4 bytes[kAhead];
-      // Load i takes the blocks of part 0 for four groups of eight tokens, then those of part 1.
-      auto part_of = [](int i) { return i < 4 * part_blocks(0) ? 0 : 1; };
-      auto group_of = [&](int i) {
-        return part_of(i) == 0 ? i / part_blocks(0) : (i - 4 * part_blocks(0)) / part_blocks(1);
-      };
-      auto block_of = [&](int i) {
-        const int part = part_of(i);
-        return part_block(kStage, part, part == 0 ? i % part_blocks(0) : (i - 4 * part_blocks(0)) % part_blocks(1));
-      };
-      const char* latent = nullptr;
-      auto load = [&](int i) {
-        if (i == 0 || group_of(i) != group_of(i - 1)) {
-          const int s = __shfl_sync(0xffffffff, slot, group_of(i) * 8 + lane / 4);
-          latent = s < 0 ? nullptr : cache + s * p.k_stride_slot + lane % 4 * 16;
-        }
-        bytes[i % kAhead] =
-            latent ? __ldg(reinterpret_cast<const uint4*>(latent + block_of(i) * 64)) : make_uint4(0, 0, 0, 0);
-      };
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) load(i);
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        if (i == 0 || part_of(i) != part_of(i - 1)) {
-          mbarrier_wait(block.empty(kStage, part_of(i)), parity ^ 1);
-        }
-        uint4 lo, hi;
-        e4m3x16_to_16bit<typename Traits::Mma>(bytes[i % kAhead], lo, hi);
-        if (i + kAhead < kLoads) load(i + kAhead);
-        const int offset = block_of(i) * Traits::kBlockBytes + group_of(i) * kSwizzleAtomBytes;
-        store_shared_16(even + offset, lo);
-        store_shared_16(odd + offset, hi);
-      }
-      fence_async_proxy();
-      mbarrier_arrive(block.full(kStage, 0));
-      slot = load_slot(tile + 2);
     }
   }
-  if constexpr (!Traits::kFp8) {  // no thread may exit with copies in flight
-    cp_async_commit();
-    cp_async_wait<0>();
+  mbarrier_arrive_after_copies(block.full(kStage));
+}
+
+// A producer warp copies 16 tokens of every tile. Lanes i and i + 16 look up the slot of token i.
+template <typename Traits>
+__device__ __forceinline__ void mla_sm90_produce(const TreeVerifyParams& p, const MlaSm90Block& block) {
+  const int token0 = threadIdx.x / 32 % 4 * 16;
+  auto load_slot = [&](int tile) {
+    return work_slot(p, block.work, block.work.begin + tile * Traits::kTileN + token0 + int(threadIdx.x % 16));
+  };
+  int even = load_slot(0), odd = load_slot(1);
+  for (int tile = 0; tile < block.tiles; tile += 2) {
+    const uint32_t parity = tile / 2 & 1;
+    const int now = even, then = odd;
+    even = load_slot(tile + 2), odd = load_slot(tile + 3);
+    mla_sm90_copy<Traits, 0>(p, block, token0, now, parity);
+    if (tile + 1 < block.tiles) mla_sm90_copy<Traits, 1>(p, block, token0, then, parity);
   }
+  cp_async_wait_all();  // no thread may exit with copies in flight
 }
 
 template <typename Traits, int kGroup>
 struct MlaSm90Consumer {
   using T = typename Traits::Element;
-  using Mma = typename Traits::Mma;
   static constexpr int kStepsN = Traits::kTileN / 16;
 
   const TreeVerifyParams& p;
   const MlaSm90Block& block;
   const LogitScale logit_scale;
   const int thread, lane;
-  float o[128], s[32], row_max[2], row_sum[2], q_unscale[2];
+  float o[128], s[32], row_max[2], row_sum[2];
   uint32_t prob[kStepsN][4];
 
   __device__ __forceinline__ MlaSm90Consumer(const TreeVerifyParams& p, const MlaSm90Block& block)
@@ -175,29 +143,15 @@ struct MlaSm90Consumer {
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] = 0.f;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      row_max[half] = neg_inf(), row_sum[half] = 0.f;
-      if constexpr (Traits::kScaleQ) q_unscale[half] = block.q_unscale[thread / 32 * 16 + half * 8 + lane / 4];
-    }
-  }
-
-  __device__ __forceinline__ int token_of(int tile) const { return block.work.begin + tile * Traits::kTileN; }
-
-  __device__ __forceinline__ bool is_masked(int tile) const {
-    return needs_mask(block.work.request, p.sliding_window, token_of(tile), Traits::kTileN);
-  }
-
-  // Each lane covers one of the warp's 16 rows and half of the tile.
-  __device__ __forceinline__ uint32_t lane_mask(int tile) const {
-    const int m = block.m0 + thread / 32 * 16 + lane % 16;
-    return tree_mask(p, block.work.request, m / p.h_q, token_of(tile) + lane / 16 * 32);
+    for (int half = 0; half < 2; ++half) row_max[half] = neg_inf(), row_sum[half] = 0.f;
   }
 
   // Computes s = Q K^T for the tile in this group's stage. Complete on return.
   __device__ __forceinline__ void scores(uint32_t parity) {
     const uint64_t q = wgmma_descriptor(block.q, 16, kSwizzleAtomBytes);
     const uint64_t k = wgmma_descriptor(block.stages + kGroup * Traits::kTileBytes, 16, kSwizzleAtomBytes);
-    mbarrier_wait(block.full(kGroup, 0), parity);
+    mbarrier_wait(block.full(kGroup), parity);
+    fence_async_proxy();
     wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
@@ -207,7 +161,7 @@ struct MlaSm90Consumer {
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           const int offset = (part_block(kGroup, part, i) * Traits::kBlockBytes + step * 32) >> 4;
-          wgmma_ss<Mma>(s, q + offset, k + offset, part + i + step > 0);
+          wgmma_ss<T>(s, q + offset, k + offset, part + i + step > 0);
         }
       }
     }
@@ -223,7 +177,7 @@ struct MlaSm90Consumer {
     wgmma_pin(o);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kStepsN; ++step) wgmma_rs<Mma>(o, prob[step], v + (step * 16 * kSwizzleRowBytes >> 4));
+    for (int step = 0; step < kStepsN; ++step) wgmma_rs<T>(o, prob[step], v + (step * 16 * kSwizzleRowBytes >> 4));
     wgmma_commit();
   }
 
@@ -236,49 +190,23 @@ struct MlaSm90Consumer {
 
   // Turns s into probabilities in place, relative to the raised maximum, and updates the row sums. Returns the factors
   // to multiply O by.
-  __device__ __forceinline__ float2 softmax(bool masked, uint32_t row_mask) {
+  __device__ __forceinline__ float2 softmax(int tile) {
+    if (logit_scale.cap > 0.f) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) s[i] = logit_scale(Traits::kScaleQ ? s[i] * q_unscale[i / 2 % 2] : s[i]);
-    if (masked) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const uint32_t mask = __shfl_sync(0xffffffff, row_mask, n / 4 * 16 + half * 8 + lane / 4);
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (!(mask >> (n % 4 * 8 + lane % 4 * 2 + e) & 1)) s[4 * n + half * 2 + e] = neg_inf();
-        }
-      }
+      for (int i = 0; i < 32; ++i) s[i] = logit_scale.capped(s[i]);
     }
-    float shrink[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float top = neg_inf();
-#pragma unroll
-      for (int n = 0; n < 8; ++n) top = fmaxf(top, fmaxf(s[4 * n + half * 2], s[4 * n + half * 2 + 1]));
-      shrink[half] = raise_max(row_max[half], quad_max(top));
-      const float base = exponent_base(row_max[half]);
-      float sum = 0.f;
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[4 * n + half * 2 + e];
-          x = fast_exp2(x - base);
-          sum += x;
-        }
-      }
-      row_sum[half] = row_sum[half] * shrink[half] + sum;
-    }
-    return make_float2(shrink[0], shrink[1]);
+    const int token0 = block.work.begin + tile * Traits::kTileN;
+    if (needs_mask(block.work.request, p.sliding_window, token0, Traits::kTileN))
+      mask_scores<Traits::kTileN>(p, block.work, (block.m0 + thread / 32 * 16 + lane % 16) / p.h_q, token0, s);
+    const float factor = logit_scale.cap > 0.f ? 1.f : logit_scale.in;
+    return online_softmax<Traits::kTileN>(s, {factor, factor}, 0.f, kRescaleThreshold, row_max, row_sum);
   }
 
   __device__ __forceinline__ void pack() {
 #pragma unroll
     for (int step = 0; step < kStepsN; ++step) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) prob[step][i] = pack2<Mma>(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
+      for (int i = 0; i < 4; ++i) prob[step][i] = pack2<T>(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
     }
   }
 
@@ -298,8 +226,7 @@ struct MlaSm90Consumer {
     mbarrier_arrive(block.posted(kGroup));
   }
 
-  // Takes the other group's P and maximum. Returns the factors to multiply O by, bit for bit what softmax() returned
-  // there.
+  // Takes the other group's P and maxima. Returns the factors to multiply O by.
   __device__ __forceinline__ float2 receive(uint32_t parity) {
     mbarrier_wait(block.posted(kGroup ^ 1), parity);
 #pragma unroll
@@ -308,18 +235,7 @@ struct MlaSm90Consumer {
                    : "=r"(prob[step][0]), "=r"(prob[step][1]), "=r"(prob[step][2]), "=r"(prob[step][3])
                    : "r"(mailed_prob(step))
                    : "memory");
-    float raised[2], shrink[2];
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
-                 : "=f"(raised[0]), "=f"(raised[1])
-                 : "r"(mailed_maxima())
-                 : "memory");
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      shrink[half] = raised[half] == row_max[half] ? 1.f : fast_exp2(row_max[half] - raised[half]);
-      row_max[half] = raised[half];
-      row_sum[half] *= shrink[half];
-    }
-    return make_float2(shrink[0], shrink[1]);
+    return take_maxima(mailed_maxima(), row_max, row_sum);
   }
 
   __device__ __forceinline__ void rescale(float2 shrink) {
@@ -335,17 +251,16 @@ struct MlaSm90Consumer {
     if constexpr (kGroup == 0) {
       for (int i = 0; i < pairs + odd; ++i) {
         const uint32_t parity = i & 1;
-        const bool masked = is_masked(2 * i);
-        const uint32_t row_mask = masked ? lane_mask(2 * i) : 0;
         scores(parity);
-        const float2 shrink = softmax(masked, row_mask);
+        const float2 shrink = softmax(2 * i);
         pack();
         post();
         rescale(shrink);
         start_values(0);
         finish_values(0);
         if (i < pairs) {
-          mbarrier_wait(block.full(1, 0), parity);
+          mbarrier_wait(block.full(1), parity);
+          fence_async_proxy();
           rescale(receive(parity));
           start_values(1);
           finish_values(1);
@@ -354,13 +269,12 @@ struct MlaSm90Consumer {
     } else {
       for (int i = 0; i < pairs; ++i) {
         const uint32_t parity = i & 1;
-        const bool masked = is_masked(2 * i + 1);
-        const uint32_t row_mask = masked ? lane_mask(2 * i + 1) : 0;
         scores(parity);
-        mbarrier_wait(block.full(0, 0), parity);
+        mbarrier_wait(block.full(0), parity);
+        fence_async_proxy();
         rescale(receive(parity));
         start_values(0);
-        const float2 shrink = softmax(masked, row_mask);  // overlaps the products
+        const float2 shrink = softmax(2 * i + 1);  // overlaps the products
         finish_values(0);
         pack();
         post();
@@ -369,7 +283,8 @@ struct MlaSm90Consumer {
         finish_values(1);
       }
       if (odd) {
-        mbarrier_wait(block.full(0, 0), pairs & 1);
+        mbarrier_wait(block.full(0), pairs & 1);
+        fence_async_proxy();
         rescale(receive(pairs & 1));
         start_values(0);
         finish_values(0);
@@ -410,30 +325,8 @@ __device__ __forceinline__ void mla_sm90_load_q(const TreeVerifyParams& p, const
     const T* from = static_cast<const T*>(p.q) + chunk * 8;
     if (exists) from += (request.row0 + int64_t(node)) * p.q_stride_t + m % p.h_q * p.q_stride_h;
     const uint32_t to = block.q + swizzled(at, chunk);
-    if constexpr (!Traits::kScaleQ) {
 #pragma unroll
-      for (int d = 0; d < Traits::kBlocks; ++d) cp_async_16(to + d * Traits::kBlockBytes, from + d * 64, exists);
-    } else {
-      uint4 values[Traits::kBlocks];
-      float top = 0.f;
-#pragma unroll
-      for (int d = 0; d < Traits::kBlocks; ++d) {
-        uint4& v = values[d];
-        v = exists ? __ldg(reinterpret_cast<const uint4*>(from + d * 64)) : make_uint4(0, 0, 0, 0);
-        top = fmaxf(fmaxf(fmaxf(top, bf16x2_abs_max(v.x)), fmaxf(bf16x2_abs_max(v.y), bf16x2_abs_max(v.z))),
-                    bf16x2_abs_max(v.w));
-      }
-      top = quad_max(top);
-      const float scale = range_scale(fmaxf(top, __shfl_xor_sync(0xffffffff, top, 4)));
-      if (chunk == 0) block.q_unscale[at] = 1.f / scale;
-#pragma unroll
-      for (int d = 0; d < Traits::kBlocks; ++d) {
-        const uint4 v = values[d];
-        store_shared_16(to + d * Traits::kBlockBytes,
-                        make_uint4(bf16x2_to_half2(v.x, scale), bf16x2_to_half2(v.y, scale),
-                                   bf16x2_to_half2(v.z, scale), bf16x2_to_half2(v.w, scale)));
-      }
-    }
+    for (int d = 0; d < Traits::kBlocks; ++d) cp_async_16(to + d * Traits::kBlockBytes, from + d * 64, exists);
   }
   cp_async_commit();
   cp_async_wait<0>();
@@ -449,41 +342,35 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   Storage& storage = *reinterpret_cast<Storage*>(sm90_smem);
   const uint32_t base = smem_address(sm90_smem);
   WorkItem& work = storage.work;
+  const int m0 = int(blockIdx.x) * Traits::kTileM;
   if (threadIdx.x < 32) {
-    const WorkItem found = find_work(p, blockIdx.y);
+    const WorkItem found = find_work(p, blockIdx.y, m0, Traits::kTileM, p.h_q);
     if (threadIdx.x == 0) work = found;
   }
   MlaSm90Block block{work,
-                     int(blockIdx.x) * Traits::kTileM,
+                     m0,
                      0,
                      base + uint32_t(offsetof(Storage, q)),
                      base + uint32_t(offsetof(Storage, stages)),
                      base + uint32_t(offsetof(Storage, mailbox)),
-                     storage.q_unscale,
                      base + uint32_t(offsetof(Storage, barriers))};
   if (threadIdx.x == 128) {
     for (int i = 0; i < 2; ++i) {
-      for (int part = 0; part < 2; ++part) {
-        mbarrier_init(block.full(i, part), 64);
-        mbarrier_init(block.empty(i, part), 4);
-      }
+      mbarrier_init(block.full(i), 128);
+      for (int part = 0; part < 2; ++part) mbarrier_init(block.empty(i, part), 4);
       mbarrier_init(block.posted(i), 128);
     }
     mbarrier_init(block.meeting(), 256);
   }
   __syncthreads();
   allow_dependents();
-  if (work.index < 0 || block.m0 >= work.request.num_nodes * p.h_q) return;
+  if (work.index < 0) return;
   block.tiles = ceil_div(work.end - work.begin, Traits::kTileN);
 
   const int group = threadIdx.x / 128;
   if (group == 2) {
     shrink_registers<Traits::kProducerRegisters>();
-    if (threadIdx.x < 320) {
-      mla_sm90_produce<Traits, 0>(p, block);
-    } else {
-      mla_sm90_produce<Traits, 1>(p, block);
-    }
+    mla_sm90_produce<Traits>(p, block);
   } else if (group == 0) {
     grow_registers<Traits::kConsumerRegisters>();
     mla_sm90_load_q<Traits>(p, block);

@@ -163,6 +163,7 @@ class Recorder(GuardMode):
         self.layers = _Layers()
         self._thread = threading.get_ident()
         self._written_blocks: set[int] = set()
+        self._read_only: frozenset[int] = frozenset()  # by the schemas of the custom ops that are running
         self._waits = 0
 
     # Callbacks for torch.cuda._gpu_trace.
@@ -209,8 +210,9 @@ class Recorder(GuardMode):
         return tensor.is_cuda
 
     def handle(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
-        out = self.call(func, args, kwargs)
         effects = _effects_of(func)
+        with self._only_read(func, effects, args, kwargs):
+            out = self.call(func, args, kwargs)
         results = self._new_results(func, effects, out, args, kwargs)
         for tensor in results:
             self.engine.resize(_base(tensor), tensor.untyped_storage().nbytes())
@@ -224,6 +226,22 @@ class Recorder(GuardMode):
                 (writes if key in effects.written else reads).extend(self._operands(value))
             self.launch(str(func), reads, writes)
         return out
+
+    @contextmanager
+    def _only_read(self, func: OpOverload, effects: _Effects, args: tuple, kwargs: dict) -> Iterator[None]:
+        """While a custom op runs, its schema tells which operands the launches inside of it can only read."""
+        if func.namespace == "aten" or effects.unmarked or not effects.launches:
+            yield
+            return
+        by_write: dict[bool, set[int]] = {True: set(), False: set()}
+        for key, value in (*enumerate(args), *kwargs.items()):
+            by_write[key in effects.written] |= {_base(t) for t in self._operands(value)}
+        outer = self._read_only
+        self._read_only = outer | (by_write[False] - by_write[True])
+        try:
+            yield
+        finally:
+            self._read_only = outer
 
     def _new_results(
         self, func: OpOverload, effects: _Effects, out: Any, args: tuple, kwargs: dict
@@ -272,14 +290,16 @@ class Recorder(GuardMode):
 
         Args:
             written: positions of the operands that it writes. None if unknown: an operand then counts as written if
-                its block was allocated in the trace and nothing has written to it yet.
+                its block was allocated in the trace and nothing has written to it yet, unless the schema of a custom
+                op around the launch says that it is only read.
         """
         reads: list[torch.Tensor] = []
         writes: list[torch.Tensor] = []
         for i, tensor in enumerate(operands):
             if written is None:
                 base = _base(tensor)
-                result = self.engine.allocated(base) and base not in self._written_blocks
+                fresh = self.engine.allocated(base) and base not in self._written_blocks
+                result = fresh and base not in self._read_only
             else:
                 result = i in written
             (writes if result else reads).append(tensor)
@@ -396,6 +416,11 @@ def _observe_triton(recorder: Recorder) -> AbstractContextManager:
     return _replaced(jit.JITFunction, "run", make)
 
 
+def _as_torch(value: Any) -> Any:
+    """``value`` as a tensor of torch that shares its memory, if it is a tensor of another library."""
+    return torch.from_dlpack(value) if hasattr(value, "__dlpack__") else value
+
+
 def _observe_tvm_ffi(recorder: Recorder) -> AbstractContextManager:
     ffi: Any = sys.modules.get("tvm_ffi")
     if ffi is None:
@@ -409,7 +434,13 @@ def _observe_tvm_ffi(recorder: Recorder) -> AbstractContextManager:
 
             def call(*args: Any) -> Any:
                 result = value(*args)
-                recorder.launch_opaque(f"jit::{name}", [a for a in args if recorder._is_operand(a)])
+                # A module may return tensors that it has allocated itself.
+                made = [
+                    _as_torch(r)
+                    for r in (result if isinstance(result, tuple | list | ffi.Array) else (result,))
+                ]
+                operands = [a for a in (*args, *made) if recorder._is_operand(a)]
+                recorder.launch_opaque(f"jit::{name}", operands)
                 return result
 
             return call

@@ -30,3 +30,8 @@ TraceFile = A[
     "DDTREE only. Record each step in this file: its draft trees, what the target accepted of them, and how the width was "
     "chosen. To draw a recorded tree, run python -m sglang.srt.speculative.ddtree.draw. Recording slows the server down.",
 ]
+CheckDrafter = A[
+    bool,
+    "Start no server. Say whether DDTREE serves the target with the drafter and what it would choose, or why it refuses "
+    "them, and exit with status 0 or 1. Only their configurations are read.",
+]

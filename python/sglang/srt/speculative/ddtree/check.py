@@ -4,7 +4,7 @@
 
 TARGET and DRAFTER are folders, or repositories on the hub. Only their configurations are read, and the sizes of their
 weights. The checks are those of the server: the arguments are resolved as launch_server does it. The exit status is 0 if
-DDTREE serves them, 1 if it refuses them, and 2 if an argument is wrong.
+DDTREE serves them, 1 if it refuses them, and 2 if an argument is wrong. launch_server --check-drafter does the same.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ USAGE = "usage: python -m sglang.srt.speculative.ddtree.check TARGET DRAFTER [ar
 
 def main(argv: list[str]) -> int:
     """Print the verdict on the models that the command line names, and return the exit status."""
+    if argv[:1] in (["-h"], ["--help"]):
+        print(__doc__.strip())
+        return 0
     if len(argv) < 2 or argv[0].startswith("-") or argv[1].startswith("-"):
         print(USAGE, file=sys.stderr)
         return 2
@@ -25,14 +28,7 @@ def main(argv: list[str]) -> int:
     from sglang.srt.speculative.ddtree.verdict import check
 
     target, drafter, *arguments = argv
-    verdict = check(target, drafter, arguments)
-    if verdict.refusals:
-        print(f"DDTREE does not serve {target} with {drafter}:")
-    else:
-        print(f"DDTREE serves {target} with {drafter}.")
-    for line in verdict.refusals or verdict.choices:
-        print(f"  {line}")
-    return 1 if verdict.refusals else 0
+    return check(target, drafter, arguments).show(target, drafter)
 
 
 if __name__ == "__main__":

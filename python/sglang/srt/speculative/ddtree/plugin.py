@@ -36,7 +36,7 @@ def register() -> None:
 
     @register_attention_backend(CPU_DRAFT_BACKEND)
     def draft_backend(runner: ModelRunner) -> AttentionBackend:
-        from sglang.srt.layers.attention.ddtree_backend import create_draft_backend
+        from sglang.srt.layers.attention.ddtree_wrap import create_draft_backend
 
         return create_draft_backend(runner)
 
@@ -46,6 +46,10 @@ def register() -> None:
     # Upstream's first step.
     @register_resolution_hook("handle_deprecated_dp_attention")
     def check_asked_args(args: ServerArgs, step: Callable[[ServerArgs], None]) -> None:
+        if args.check_drafter:
+            from sglang.srt.speculative.ddtree.verdict import answer  # imports SGLang's layers
+
+            raise SystemExit(answer(args))
         refuse_asked_args(args)
         step(args)
 

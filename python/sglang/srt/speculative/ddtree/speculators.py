@@ -47,7 +47,8 @@ def translated(config: dict[str, Any]) -> dict[str, Any]:
         config: contents of config.json, of which is_speculators() is true.
 
     Returns:
-        What Qwen3Config takes: the keys of a Qwen3 and those of a DFlash drafter. KEPT are as they were, for speculators_faults().
+        What Qwen3Config takes: the keys of a Qwen3 and those of a DFlash drafter. The keys in KEPT are unchanged, for
+        speculators_faults().
     """
     layers, kind = dict(config["transformer_layer_config"]), config[LAYOUT]
     layers.pop("model_type", None)  # whatever the target is, the layers are Qwen3's
@@ -70,7 +71,7 @@ def translated(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def speculators_faults(config: PretrainedConfig) -> Iterator[str]:
-    """Find what DDTREE does not serve of a drafter that was in this layout.
+    """Find the options of a drafter in this layout that DDTREE does not serve.
 
     Args:
         config: of the drafter.
@@ -91,7 +92,7 @@ def speculators_faults(config: PretrainedConfig) -> Iterator[str]:
 
 
 def reading_speculators(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """Let upstream's parser of configurations read this layout too. All others are its own.
+    """Let upstream's parser of configurations read this layout, too. It still parses every other layout itself.
 
     Args:
         parse: method of the parser.
@@ -105,7 +106,7 @@ def reading_speculators(parse: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         try:
             raw, _ = PretrainedConfig.get_config_dict(model, revision=revision)
-        except Exception:  # whatever is wrong, upstream says it
+        except Exception:  # upstream reports what is wrong
             raw = {}
         if not is_speculators(raw):
             return parse(self, model, trust_remote_code, revision=revision, **options)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sgl_kernel.ddtree import Accepted, DraftTrees, ancestor_words
-from sglang.srt.layers.attention.ddtree_backend import narrowed, prepares_in_graph
+from sglang.srt.layers.attention.ddtree_wrap import narrowed, prepares_in_graph
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.ddtree.commit_graphs import Commit, CommitGraphs

@@ -41,7 +41,7 @@ def offer_capture(model: Any) -> None:
 def input_embedding(model: Any) -> Any:
     """Return a target's input embedding, a module.
 
-    In MiniMax-M2, the method that gives it elsewhere embeds ids.
+    MiniMax-M2's get_input_embeddings() embeds ids instead of returning the module.
 
     Args:
         model: the target.

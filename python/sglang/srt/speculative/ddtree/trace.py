@@ -135,9 +135,15 @@ def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
     """Read the lines of a trace. It leaves out incomplete lines, such as the last one of a server that was killed.
 
     Raises:
-        ValueError: the file is not a trace.
+        ValueError: the file cannot be read, or is not a trace.
     """
-    with Path(path).open() as file:
+    try:
+        opened = Path(path).open()
+    except OSError as error:
+        raise ValueError(
+            f"{path}: expected a file that --speculative-ddtree-trace wrote, got {error.strerror}"
+        ) from error
+    with opened as file:
         for number, line in enumerate(file):
             try:
                 found = json.loads(line)

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.arg_groups.overrides import attention_backends_of
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.speculative.ddtree.budget import widths_up_to
 from sglang.srt.speculative.ddtree.checkpoint import (
-    REVISION_FLAGS,
     TARGET_FLAG,
     refuse_missing,
     weight_bytes,
@@ -48,6 +48,16 @@ class Verdict(NamedTuple):
     refusals: list[str]
     choices: list[str]
 
+    def show(self, target: str, drafter: str) -> int:
+        """Print the verdict on two models, and return the exit status."""
+        if self.refusals:
+            print(f"DDTREE does not serve {target} with {drafter}:")
+        else:
+            print(f"DDTREE serves {target} with {drafter}.")
+        for line in self.refusals or self.choices:
+            print(f"  {line}")
+        return 1 if self.refusals else 0
+
 
 def check(target: str, drafter: str, arguments: list[str] | None = None) -> Verdict:
     """Check a target and a drafter by their configurations.
@@ -70,8 +80,23 @@ def check(target: str, drafter: str, arguments: list[str] | None = None) -> Verd
     asked = ["--model-path", target, "--speculative-algorithm", "DDTREE"]
     asked += ["--speculative-draft-model-path", drafter, "--log-level", "error", *(arguments or [])]
     try:
-        _refuse_missing_target(target, arguments or [])
         args = prepare_server_args(asked)
+    except Exception as error:
+        return Verdict(_sentences(error), [])
+    return check_args(args)
+
+
+def check_args(args: ServerArgs) -> Verdict:
+    """Check the models that a server's arguments name.
+
+    Args:
+        args: the arguments as the user gave them. Here they are resolved.
+
+    Returns:
+        The verdict.
+    """
+    try:
+        _refuse_missing_target(args.model_path, args.revision)
         with _platform(args.device or ""):
             refuse_target(args)
             args.resolve_once()
@@ -90,12 +115,25 @@ def _sentences(error: Exception) -> list[str]:
     return [f"SGLang refuses it with {type(error).__name__}: {lines[0]}"]
 
 
-def _refuse_missing_target(target: str, arguments: list[str]) -> None:
+def answer(args: ServerArgs) -> int:
+    """Answer --check-drafter.
+
+    Args:
+        args: the server's arguments as the user gave them. They stay as they are.
+
+    Returns:
+        The exit status.
+    """
+    given = {field.name: getattr(args, field.name) for field in record_fields(type(args))}
+    own = dict(check_drafter=False, speculative_algorithm="DDTREE", log_level="error")
+    verdict = check_args(type(args)(**given | own))
+    return verdict.show(args.model_path, args.speculative_draft_model_path or "no drafter")
+
+
+def _refuse_missing_target(target: str, revision: str | None) -> None:
     """Raise ValueError for a missing target, before upstream asks the hub for it again and again."""
     from sglang.srt.utils.common import is_remote_url
 
-    flag = REVISION_FLAGS[TARGET_FLAG]
-    revision = arguments[arguments.index(flag) + 1] if flag in arguments[:-1] else None
     if not is_remote_url(target) and not target.endswith(".gguf"):
         refuse_missing(target, flag=TARGET_FLAG, needed=NEEDED, revision=revision, with_weights=False)
 

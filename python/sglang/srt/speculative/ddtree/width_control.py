@@ -2,6 +2,9 @@
 
 A report is read two steps late. By then the scheduler has read the answer of that step, so nothing waits. The delay is
 fixed, so every rank of a tensor-parallel server has read the same reports before a choice.
+
+With a small model the host's time is the step's time, and reading a report takes several percent of it. So not every
+step is reported: all of the first ones, all after a change of width or batch size, and otherwise one in four.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from sglang.srt.speculative.ddtree.expectation import FIXED_POINT, LATE, Expecta
 from sglang.srt.speculative.ddtree.trace import Trace
 
 READ_TOTALS_EVERY = 16  # steps
+# Steps that are all reported: the first ones, and those after a change. Later one in REPORT_EVERY is.
+FIRST_STEPS, CHANGED_STEPS, REPORT_EVERY = 256, 8, 4
 
 
 @dataclass
@@ -26,11 +31,13 @@ class _Slot:
 
     Attributes:
         report: [max_requests, widths + 1] float32, of Expectation.report.
+        rows: the same memory, as numpy sees it.
         totals: of Expectation.totals.
         end: of the step: an event on the device, or seconds on a CPU.
     """
 
     report: torch.Tensor
+    rows: Any
     totals: torch.Tensor
     end: Any
 
@@ -39,6 +46,7 @@ class _Slot:
 class _Pending:
     """A step whose report is not read yet."""
 
+    number: int
     load: Load
     width: int
     slot: _Slot
@@ -76,17 +84,33 @@ class WidthControl:
         self._pending: deque[_Pending] = deque()
         self._steps = 0
         self._before: _Slot | None = None
+        self._last = 0, 0  # requests and width of the last step
+        self._same = 0  # steps since these changed
+        self._context = 0
 
     def _new_slot(self) -> _Slot:
         def host(like: torch.Tensor) -> torch.Tensor:
             return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._on_card)
 
         end = torch.cuda.Event(enable_timing=True) if self._on_card else 0.0
-        return _Slot(host(self.expectation.report), host(self.expectation.totals), end)
+        report = host(self.expectation.report)
+        return _Slot(report, report.numpy(), host(self.expectation.totals), end)
+
+    def load(self, lens: torch.Tensor, sampled: bool) -> Load:
+        """Return the load of the next step. The context is counted anew every few steps; a step adds little to it.
+
+        Args:
+            lens: [bs] on the host, tokens of each request before the step.
+            sampled: whether a request is not greedy.
+        """
+        bs = lens.numel()
+        if self._steps % REPORT_EVERY == 0 or bs != self._last[0]:
+            self._context = int(lens.sum())
+        return Load(bs, self._context, sampled)
 
     def choose(self, load: Load) -> int:
         """Return the width of the next step, after reading the reports that are due."""
-        while len(self._pending) >= LATE:
+        while self._pending and self._pending[0].number <= self._steps - LATE:
             step = self._read(self._pending.popleft())
             self.budget.observe(step)
             if self.trace is not None:
@@ -101,17 +125,21 @@ class WidthControl:
         """Start the copies of the step's report. Call it when accept and commit are launched."""
         load, width = self._next
         slot = self._slots[self._steps % len(self._slots)]
-        self._steps += 1
-        has_totals = self._steps % READ_TOTALS_EVERY == 0
-        if width > 1:
-            slot.report[: load.bs].copy_(self.expectation.report[: load.bs], non_blocking=True)
-        if has_totals:
-            slot.totals.copy_(self.expectation.totals, non_blocking=True)
+        self._same = self._same + 1 if (load.bs, width) == self._last else 0
+        self._last = load.bs, width
+        due = self._steps % REPORT_EVERY == REPORT_EVERY - 1
+        if due or self._same < CHANGED_STEPS or self._steps < FIRST_STEPS:
+            has_totals = self._steps % READ_TOTALS_EVERY == READ_TOTALS_EVERY - 1
+            if width > 1:
+                slot.report[: load.bs].copy_(self.expectation.report[: load.bs], non_blocking=True)
+            if has_totals:
+                slot.totals.copy_(self.expectation.totals, non_blocking=True)
+            self._pending.append(_Pending(self._steps, load, width, slot, self._before, has_totals))
         if self._on_card:
-            slot.end.record()
+            slot.end.record()  # after the copies: who waits for it may read them
         else:
             slot.end = time.perf_counter()
-        self._pending.append(_Pending(load, width, slot, self._before, has_totals))
+        self._steps += 1
         self._before = slot
 
     def interrupt(self) -> None:
@@ -129,7 +157,7 @@ class WidthControl:
             else:
                 seconds = slot.end - pending.before.end
         if pending.width > 1:
-            *expected, emitted = slot.report[: load.bs].mean(0).tolist()
+            *expected, emitted = slot.rows[: load.bs].mean(0).tolist()
             expected = tuple(expected)
         if pending.has_totals:
             self._calibrate(slot.totals)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sgl_kernel.ddtree import Accepted
-from sglang.srt.layers.attention.ddtree_backend import (
+from sglang.srt.layers.attention.ddtree_wrap import (
     difference_table,
     with_block_attention,
     with_tree_verify,
@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.models.dflash_speculators import SpeculatorsMixin
 from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_serving, get_spec
-from sglang.srt.speculative.ddtree.budget import Budget, Load, StepCosts, widths_up_to
+from sglang.srt.speculative.ddtree.budget import Budget, StepCosts, widths_up_to
 from sglang.srt.speculative.ddtree.coverage import verify_layers, widest_window
 from sglang.srt.speculative.ddtree.expectation import Expectation
 from sglang.srt.speculative.ddtree.forward_step import ForwardStep
@@ -483,7 +483,7 @@ class DDTreeWorker(DFlashWorkerV2):
             return self.num_nodes
         lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
         sampled = any(req.sampling_params.top_k != 1 for req in batch.reqs)
-        return self.control.choose(Load(len(batch.seq_lens), int(lens.sum()), sampled))
+        return self.control.choose(self.control.load(lens, sampled))
 
     def _count_step(self, num_nodes: int) -> None:
         """Count a step that begins, and report what was timed of an earlier one."""

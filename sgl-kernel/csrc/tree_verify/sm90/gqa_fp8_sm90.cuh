@@ -1,0 +1,420 @@
+// Tree-verify attention over one chunk of a request's fp8 KV, for one KV head and one M tile, with fp8 wgmma (sm_90a).
+//
+// Does the same work as gqa_sm90.cuh, but multiplies K and V as they are stored. Q and P are rounded to e4m3, Q with a
+// power of two per row as its scale, P relative to 2^-8 of the row's largest. With SGLANG_DDTREE_FP8=exact (kSplit),
+// each is the sum of two e4m3 numbers, which together hold every bit of bf16. That doubles the products, which then
+// cost as much as in 16 bits. The products of a tile accumulate in registers of their own, and are added to O in fp32:
+// the accumulators of fp8 products keep about 14 bits, which is enough for one tile, but not for thousands of tokens.
+//
+// fp8 products read both operands along the contracted dimension, so P V needs V transposed. Two warps do that for each
+// tile. Within 16 tokens they place token 8 i + 2 c + e (i, e < 2, c < 4) at byte 4 c + 2 i + e. In that order, the
+// probabilities that a thread holds after S are the operands that it needs for P V. Within 16 dimensions, dimension
+// 2 r + e becomes row 8 e + r.
+//
+// Synchronization: `full` completes when the copies of a stage have landed. `empty` completes when each consumer warp
+// has finished S, and each transposing lane has read V. `values_full` completes when V is transposed, and
+// `values_empty` when each consumer warp has finished P V.
+#pragma once
+
+#include "common/cp_async.cuh"
+#include "common/fp8.cuh"
+#include "common/mbarrier.cuh"
+#include "common/pdl.cuh"
+#include "common/softmax.cuh"
+#include "common/wgmma.cuh"
+#include "tree_verify/epilogue.cuh"
+#include "tree_verify/sm90/gqa_sm90.cuh"
+#include "tree_verify/traits.h"
+#include "tree_verify/tree_mask.cuh"
+
+namespace ddtree {
+
+// Lets two warpgroups take turns at the tensor cores: while one's products run, the other computes its softmax. Without
+// turns both start each tile together, and then compete for the same units. Each calls take() and give() equally often.
+template <int kWarpgroups>
+struct Turn {
+  static constexpr int kFirstBarrier = 4, kThreads = 256;
+  int mine;
+  __device__ __forceinline__ explicit Turn(int warpgroup) : mine(warpgroup) {
+    if (kWarpgroups == 2 && mine == 1) give();  // warpgroup 0 has the first turn
+  }
+  __device__ __forceinline__ void take() const {
+    if constexpr (kWarpgroups == 2)
+      asm volatile("bar.sync %0, %1;" ::"r"(kFirstBarrier + mine), "n"(kThreads) : "memory");
+  }
+  // `last`: nobody waits for the turn after it.
+  __device__ __forceinline__ void give(bool last = false) const {
+    if (kWarpgroups == 2 && !(last && mine == 1))
+      asm volatile("bar.arrive %0, %1;" ::"r"(kFirstBarrier + (mine ^ 1)), "n"(kThreads) : "memory");
+  }
+};
+
+// Shared-memory addresses of a block.
+template <typename Traits>
+struct GqaFp8Block {
+  using Storage = typename Traits::Storage;
+  uint32_t base;
+  __device__ __forceinline__ uint32_t q(int part) const {
+    return base + offsetof(Storage, q) + part * Traits::kQPartBytes;
+  }
+  __device__ __forceinline__ uint32_t k(int stage) const {
+    return base + offsetof(Storage, stages) + stage * 2 * Traits::kTileBytes;
+  }
+  __device__ __forceinline__ uint32_t v(int stage) const { return k(stage) + Traits::kTileBytes; }
+  __device__ __forceinline__ uint32_t values(int i) const {
+    return base + offsetof(Storage, values) + i * Traits::kValuesBytes;
+  }
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + offsetof(Storage, full) + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return base + offsetof(Storage, empty) + stage * 8; }
+  __device__ __forceinline__ uint32_t values_full(int i) const { return base + offsetof(Storage, values_full) + i * 8; }
+  __device__ __forceinline__ uint32_t values_empty(int i) const {
+    return base + offsetof(Storage, values_empty) + i * 8;
+  }
+};
+
+// A producer warp copies its 64 tokens of every tile.
+template <typename Traits>
+__device__ __forceinline__ void gqa_fp8_produce(const TreeVerifyParams& p, const WorkItem& work,
+                                                const GqaFp8Block<Traits>& block, int kv_head, int warp, int tiles) {
+  constexpr int kTokens = 64, kSlots = 2;
+  const int lane = threadIdx.x & 31, token0 = warp * kTokens;
+  const char* k = static_cast<const char*>(p.k_cache) + kv_head * p.k_stride_h;
+  const char* v = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_h;
+  int slots[kSlots];
+  auto load_slots = [&](int tile) {
+    const int first = work.begin + tile * Traits::kTileN + token0 + lane;
+#pragma unroll
+    for (int r = 0; r < kSlots; ++r) slots[r] = work_slot(p, work, first + r * 32);
+  };
+  load_slots(0);
+  RingPosition<Traits::kStages> at;
+  for (int j = 0; j < tiles; ++j, at.advance()) {
+    int now[kSlots];
+#pragma unroll
+    for (int r = 0; r < kSlots; ++r) now[r] = slots[r];
+    load_slots(j + 1);
+    mbarrier_wait(block.empty(at.stage), at.parity ^ 1);
+    auto copy = [&](const char* cache, uint32_t stride, uint32_t to) {
+      for_each_vector<Traits::kTileN, kTokens, Traits::kD, Traits::kAhead>(
+          token0, now, [&](int slot, int from, uint32_t at_vector) {
+            cp_async_16(to + at_vector, cache + uint64_t(uint32_t(max(slot, 0))) * stride + from, slot >= 0);
+          });
+    };
+    copy(k, p.k_stride_slot, block.k(at.stage));
+    copy(v, p.v_stride_slot, block.v(at.stage));
+    mbarrier_arrive_after_copies(block.full(at.stage));
+  }
+  cp_async_wait_all();  // no thread may exit with copies in flight
+}
+
+// Stores what ldmatrix_x4_trans loaded of 32 tokens and 16 dimensions (register i: tokens 8 i + 2 c, + 1 and dimensions
+// 2 g, + 1 of lane 4 g + c) in the order that the comment above describes.
+__device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&r)[4]) {
+  stmatrix_x4(to, __byte_perm(r[0], r[1], 0x6420), __byte_perm(r[0], r[1], 0x7531), __byte_perm(r[2], r[3], 0x6420),
+              __byte_perm(r[2], r[3], 0x7531));
+}
+
+// A transposing warp takes half of the tokens of every tile.
+template <typename Traits>
+__device__ __forceinline__ void gqa_fp8_transpose(const GqaFp8Block<Traits>& block, int warp, int tiles) {
+  const int lane = threadIdx.x & 31, matrix = lane / 8, row = lane % 8;
+  RingPosition<Traits::kStages> at;
+  RingPosition<2> to;
+  for (int j = 0; j < tiles; ++j, at.advance(), to.advance()) {
+    mbarrier_wait(block.full(at.stage), at.parity);
+    mbarrier_wait(block.values_empty(to.stage), to.parity ^ 1);
+    const uint32_t v = block.v(at.stage), values = block.values(to.stage);
+    constexpr int kBatch = Traits::kD % 64 == 0 ? 4 : 3;  // loads in flight
+#pragma unroll 1
+    for (int group = warp * 2; group < warp * 2 + 2; ++group) {  // of 32 tokens
+#pragma unroll
+      for (int d0 = 0; d0 < Traits::kD / 16; d0 += kBatch) {
+        uint32_t r[kBatch][4];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+          ldmatrix_x4_trans(r[i], v + swizzled_columns(Traits::kTileN, group * 32 + lane, d0 + i));
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int d = (d0 + i) * 16 + matrix % 2 * 8 + row;
+          store_transposed(values + swizzled(d, group * 2 + matrix / 2), r[i]);
+        }
+      }
+    }
+    fence_async_proxy();
+    mbarrier_arrive(block.values_full(to.stage));
+    mbarrier_arrive(block.empty(at.stage));
+  }
+}
+
+// A warpgroup loads its 64 rows of Q, with zeros for rows that do not exist and four threads per row.
+template <typename Traits>
+__device__ __forceinline__ void gqa_fp8_load_q(const TreeVerifyParams& p, const WorkItem& work,
+                                               const GqaFp8Block<Traits>& block, float* q_unscale, int kv_head,
+                                               int m0) {
+  using T = typename Traits::Element;
+  constexpr int kEach = Traits::kD / 32;  // 16-byte vectors per thread
+  const int heads = p.h_q / p.h_kv, m_end = work.request.num_nodes * heads;
+  const int warpgroup = threadIdx.x / 128, part = threadIdx.x % 4;
+#pragma unroll 1
+  for (int m = warpgroup * 64 + threadIdx.x % 128 / 4; m < warpgroup * 64 + 64; m += 32) {
+    const bool exists = m0 + m < m_end;
+    const int node = exists ? (m0 + m) / heads : 0, head = exists ? (m0 + m) % heads : 0;
+    const T* q = static_cast<const T*>(p.q) + (work.request.row0 + int64_t(node)) * p.q_stride_t +
+                 (kv_head * heads + head) * p.q_stride_h;
+    float2 value[kEach * 4];
+    float top = 0.f;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const uint4 raw = exists ? *reinterpret_cast<const uint4*>(q + (part + i * 4) * 8) : make_uint4(0, 0, 0, 0);
+      const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2 v = value[i * 4 + w] = unpack2<T>(words[w]);
+        top = fmaxf(top, fmaxf(fabsf(v.x), fabsf(v.y)));
+      }
+    }
+    const float scale = 128.f * range_scale(quad_max(top));
+    if (part == 0) q_unscale[m] = 1.f / scale;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      uint32_t hi[4], lo[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2 v = value[i * 4 + w];
+        split_e4m3x2(make_float2(v.x * scale, v.y * scale), hi[w], lo[w]);
+      }
+      const int chunk = part + i * 4;  // of eight dimensions
+      const uint32_t offset = swizzled_columns(Traits::kTileM, m, chunk / 2) + chunk % 2 * 8;
+      asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(block.q(0) + offset), "r"(hi[0] | hi[1] << 16),
+                   "r"(hi[2] | hi[3] << 16)
+                   : "memory");
+      if constexpr (Traits::kSplit)
+        asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(block.q(1) + offset), "r"(lo[0] | lo[1] << 16),
+                     "r"(lo[2] | lo[3] << 16)
+                     : "memory");
+    }
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const WorkItem& work,
+                                                const GqaFp8Block<Traits>& block, float* q_unscale, int kv_head, int m0,
+                                                int tiles) {
+  using T = typename Traits::Element;
+  constexpr int kD = Traits::kD, kTileN = Traits::kTileN;
+  const int heads = p.h_q / p.h_kv, lane = threadIdx.x & 31, warp = threadIdx.x / 32, warpgroup = warp / 4;
+  gqa_fp8_load_q<Traits>(p, work, block, q_unscale, kv_head, m0);
+  fence_async_proxy();
+  named_barrier(1 + warpgroup, 128);
+
+  const int warp_row0 = m0 + warp * 16;
+  const TokenRange unmasked = shared_tokens(p, work);
+  const LogitScale logit_scale = make_logit_scale(p.sm_scale, load_scale(p.k_scale), p.logit_cap);
+  float factor[2];  // from q.k to a base-2 logit, or with a cap to the argument of tanh
+#pragma unroll
+  for (int half = 0; half < 2; ++half) factor[half] = logit_scale.factor * q_unscale[warp * 16 + half * 8 + lane / 4];
+  // Probabilities are relative to 2^row_max, which is 2^8 below the row's largest.
+  constexpr float kHeadroom = 8.f;
+  float o[kD / 2], row_max[2] = {neg_inf(), neg_inf()}, row_sum[2] = {0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < kD / 2; ++i) o[i] = 0.f;
+  Turn<Traits::kWarpgroups> turn(warpgroup);
+  const uint64_t q_desc = wgmma_descriptor(block.q(0) + warpgroup * 64 * kSwizzleRowBytes, 0, kSwizzleAtomBytes);
+
+  RingPosition<Traits::kStages> keys;  // of the next tile to multiply by
+  RingPosition<2> values;
+  using Scores = float[kTileN / 2];
+  using Product = float[Traits::kPartD / 2];
+  uint32_t prob[kTileN / 32][4], rest[Traits::kSplit ? kTileN / 32 : 1][4];
+  float2 shrink;  // what to multiply O by before P V is added
+  auto release = [&](uint32_t barrier) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barrier);
+  };
+  auto wait_for_keys = [&] {
+    mbarrier_wait(block.full(keys.stage), keys.parity);
+    fence_async_proxy();
+  };
+  auto start_scores = [&](Scores& s) {  // S = Q K^T
+    const uint64_t k_desc = wgmma_descriptor(block.k(keys.stage), 0, kSwizzleAtomBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int part = 0; part < Traits::kQParts; ++part) {
+#pragma unroll
+      for (int k = 0; k < kD / 32; ++k) {
+        // Four steps of 32 bytes cross a block of columns.
+        const int q_at = part * Traits::kQPartBytes + k / 4 * Traits::kTileM * kSwizzleRowBytes + k % 4 * 32;
+        const int k_at = k / 4 * kTileN * kSwizzleRowBytes + k % 4 * 32;
+        wgmma_e4m3(s, q_desc + (q_at >> 4), k_desc + (k_at >> 4), part + k > 0);
+      }
+    }
+    wgmma_commit();
+  };
+  auto release_keys = [&] {
+    release(block.empty(keys.stage));
+    keys.advance();
+  };
+  auto start_product = [&](int part, Product& product) {  // P V
+    const uint64_t v_desc = wgmma_descriptor(block.values(values.stage), 0, kSwizzleAtomBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTileN / 32; ++k) {
+      const uint64_t v = v_desc + ((part * Traits::kPartD * kSwizzleRowBytes + k * 32) >> 4);
+      wgmma_e4m3(product, prob[k], v, k > 0);
+      if constexpr (Traits::kSplit) wgmma_e4m3(product, rest[k], v, true);
+    }
+    wgmma_commit();
+  };
+  auto finish_product = [&](int part, Product& product) {  // O = O shrink + P V
+    wgmma_wait<0>();
+    wgmma_pin(product);
+#pragma unroll
+    for (int i = 0; i < Traits::kPartD / 2; ++i) {
+      float& sum = o[part * Traits::kPartD / 2 + i];
+      sum = fmaf(sum, i % 4 / 2 == 0 ? shrink.x : shrink.y, product[i]);
+    }
+  };
+  auto add_product = [&](int part, Product& product) {
+    start_product(part, product);
+    finish_product(part, product);
+  };
+  auto add_values = [&](Scores& s) {
+#pragma unroll
+    for (int part = 0; part < Traits::kParts; ++part) {
+      // Where P V is as large as S, they share registers. ptxas does not find that by itself.
+      if constexpr (sizeof(Product) == sizeof(Scores)) {
+        add_product(part, s);
+      } else {
+        Product product;
+        add_product(part, product);
+      }
+    }
+  };
+  auto release_values = [&] {
+    release(block.values_empty(values.stage));
+    values.advance();
+  };
+  auto softmax = [&](int j, Scores& s) {  // turns the scores of tile j into P
+    const int token0 = work.begin + j * kTileN;
+    if (p.logit_cap > 0.f) {
+#pragma unroll
+      for (int i = 0; i < kTileN / 2; ++i) s[i] = logit_scale.capped(s[i] * factor[i % 4 / 2]);
+    }
+    if (!(kD == 256 ? shared_tokens(p, work) : unmasked).contains(token0, kTileN))  // kD 256: no registers left
+      mask_scores<kTileN>(p, work, (warp_row0 + lane % 16) / heads, token0, s);
+    const float scale[2] = {p.logit_cap > 0.f ? 1.f : factor[0], p.logit_cap > 0.f ? 1.f : factor[1]};
+    return online_softmax<kTileN>(s, scale, kHeadroom, 0.f, row_max, row_sum);
+  };
+  auto pack = [&](const Scores& s) {
+#pragma unroll
+    for (int k = 0; k < kTileN / 32; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const pair = s + (k * 4 + i / 2 * 2) * 4 + i % 2 * 2;
+        if constexpr (Traits::kSplit) {
+          split_e4m3x4(pair[0], pair[1], pair[4], pair[5], prob[k][i], rest[k][i]);
+        } else {
+          prob[k][i] = to_e4m3x4(pair[0], pair[1], pair[4], pair[5]);
+        }
+      }
+    }
+  };
+
+  Scores s;
+  wait_for_keys();
+  turn.take();
+  start_scores(s);
+  turn.give();
+  wgmma_wait<0>();
+  wgmma_pin(s);
+  release_keys();
+  shrink = softmax(0, s);
+  pack(s);
+  for (int j = 1; j < tiles; ++j) {
+    mbarrier_wait(block.values_full(values.stage), values.parity);
+    wait_for_keys();
+    if constexpr (Traits::kOverlap) {
+      Scores s;
+      Product product;
+      turn.take();
+      start_scores(s);
+      start_product(0, product);  // of tile j - 1; runs during the softmax
+      turn.give();
+      wgmma_wait<1>();
+      wgmma_pin(s);
+      release_keys();
+      const float2 next_shrink = softmax(j, s);
+      finish_product(0, product);
+      release_values();
+      shrink = next_shrink;
+      pack(s);
+    } else {
+      turn.take();
+      add_values(s);
+      start_scores(s);
+      turn.give();
+      release_values();
+      wgmma_wait<0>();
+      wgmma_pin(s);
+      release_keys();
+      shrink = softmax(j, s);
+      pack(s);
+    }
+  }
+  mbarrier_wait(block.values_full(values.stage), values.parity);
+  turn.take();
+  add_values(s);
+  turn.give(true);
+
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int m = warp_row0 + half * 8 + lane / 4;
+    const RowWriter<T> writer(p, work, blockIdx.y, kv_head, m, row_max[half], quad_sum(row_sum[half]), lane % 4 == 0);
+    writer.template store_even_odd<kD / 16>(lane % 4 * 4, o, half * 2);
+  }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
+    gqa_fp8_sm90_partial_kernel(const __grid_constant__ TreeVerifyParams p) {
+  using Storage = typename Traits::Storage;
+  extern __shared__ __align__(1024) char swizzled_smem[];
+  Storage& storage = *reinterpret_cast<Storage*>(swizzled_smem);
+  const GqaFp8Block<Traits> block{smem_address(swizzled_smem)};
+  const int heads = p.h_q / p.h_kv, m_tiles = gridDim.x / p.h_kv;
+  const int kv_head = blockIdx.x / m_tiles, m0 = blockIdx.x % m_tiles * Traits::kTileM;
+  const int warp = threadIdx.x / 32, helper = warp - Traits::kConsumers / 32;
+  WorkItem& work = storage.work;
+  if (helper == 0) {
+    const WorkItem found = find_work(p, blockIdx.y, m0, Traits::kTileM, heads);
+    if (threadIdx.x % 32 == 0) {
+      work = found;
+      for (int s = 0; s < Traits::kStages; ++s) {
+        mbarrier_init(block.full(s), 64);
+        mbarrier_init(block.empty(s), Traits::kConsumers / 32 + 64);
+      }
+      for (int i = 0; i < 2; ++i) {
+        mbarrier_init(block.values_full(i), 64);
+        mbarrier_init(block.values_empty(i), Traits::kConsumers / 32);
+      }
+    }
+  }
+  allow_dependents();
+  __syncthreads();
+  if (work.index < 0) return;
+  const int tiles = ceil_div(work.end - work.begin, Traits::kTileN);
+
+  if (helper >= 0) {
+    if constexpr (Traits::kConsumerRegisters < 256) shrink_registers<Traits::kHelperRegisters>();
+    if (helper < 2) {
+      gqa_fp8_produce<Traits>(p, work, block, kv_head, helper, tiles);
+    } else {
+      gqa_fp8_transpose<Traits>(block, helper - 2, tiles);
+    }
+  } else {
+    if constexpr (Traits::kConsumerRegisters < 256) grow_registers<Traits::kConsumerRegisters>();
+    gqa_fp8_consume<Traits>(p, work, block, storage.q_unscale, kv_head, m0, tiles);
+  }
+}
+
+}  // namespace ddtree
