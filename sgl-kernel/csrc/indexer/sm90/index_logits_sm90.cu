@@ -1,7 +1,7 @@
-// ddtree_index_logits on sm_90a. A warpgroup takes 64 keys at a time as the A operand of wgmma. Each warp copies its
-// own 16 of them into a ring in shared memory, a few tiles ahead, and takes them into registers from there. The queries
-// of a request are the B operand, 64 heads per row, filled up with zeros. While one warpgroup adds up heads or waits
-// for keys, the others multiply.
+// ddtree_index_logits on sm_90a. A warpgroup takes 64 keys at a time as the A operand of wgmma. Each warp copies its own
+// 16 of them into a ring in shared memory, a few tiles ahead, and takes them into registers from there. The queries of a
+// request are the B operand, 64 heads per row, filled up with zeros. While the heads of one row are added up, the
+// products of the next row and of the other warpgroups run.
 //
 // The order of the 128 dimensions within a product is free as long as both operands agree. A lane reads 16 bytes of a
 // key, dimensions 32 c + 8 (lane % 4) to + 7, and feeds them to two consecutive steps of 16 dimensions. place_queries
@@ -150,7 +150,7 @@ __device__ __forceinline__ float add_heads(const float (&d)[kMaxIndexHeads / 2],
   return kept + __shfl_xor_sync(kWholeWarp, kept, 1);
 }
 
-// Tiles [begin, end) of one request, by the whole block.
+// Tiles [begin, end) of one request, by the whole block. kRows is p.rows.
 template <int kRows>
 __device__ __forceinline__ void process(const Block& block, const IndexLogitsParams& p, int request, int begin, int end,
                                         int limit, Turn& turn) {
