@@ -138,9 +138,14 @@ class Widths:
             self._budget, self._most = control.budget, None
             self._choose, control.choose = control.choose, self._count
 
+    @property
+    def are_chosen(self) -> bool:
+        """Whether the engine chooses widths."""
+        return self._control is not None
+
     def can_be(self, width: int) -> bool:
         """Returns whether the engine can run steps of this width by order."""
-        return self._control is not None and width in self._budget.widths
+        return self.are_chosen and width in self._budget.widths
 
     def fix(self, width: int | None) -> None:
         """Orders a width for the next steps, of which the budget learns nothing. None: the budget chooses again."""
@@ -285,30 +290,48 @@ class Measurement:
                 break
             with turn:
                 for name, of_row in of_round.items():
-                    for batch in of_row if i == 0 else ():  # fills the radix cache with the prompts
-                        decode(engine, batch, 2 * SKIPPED_STEPS)
+                    if stand_in is not None:
+                        stand_in.begin(of_row[0].temperature, len(of_row[0].prompts))
+                    if i == 0:
+                        # Fills the radix cache with the prompts. A budget learns from the first batch.
+                        settle = options.settle if widths.are_chosen else 0
+                        for batch, tokens in zip(of_row, [settle] + [0] * len(of_row)):
+                            decode(engine, batch, max(tokens, 2 * SKIPPED_STEPS))
                     for width in (None, *filter(widths.can_be, options.also)):
                         widths.fix(width)
-                        widths.take()
-                        if stand_in is not None:
-                            stand_in.begin(of_row[0].temperature, len(of_row[0].prompts))
                         named = case if width is None else f"{case.split(':')[0]}, graphs of auto:{width}"
                         row = dict(case=named, batch=name, round=i)
-                        skipped = SKIPPED_STEPS if i == 0 else LATER_SKIPPED_STEPS
                         try:
-                            row |= time_stages(engine, stages, of_row, options.tokens, skipped)
+                            row |= self._measure(engine, stages, widths, stand_in, of_row, i, options)
                         except ValueError as error:  # one row less is no reason to lose the others
                             print(f"{named}, {name}, round {i}: {error}", file=sys.stderr, flush=True)
                             continue
-                        row |= widths.take()
-                        if stand_in is not None:
-                            row |= dict(tokens_per_step=stand_in.tokens_per_step(), tpot_ms=[])
-                        if not options.no_profile:
-                            row["profile"] = profile(engine, stages, of_row[0])
-                        if options.rounds > 1:
-                            del row["host_us"], row["calls"]  # they would make a large file
                         rows.put(row)
                     widths.fix(None)
+
+    def _measure(
+        self,
+        engine: Engine,
+        stages: Stages,
+        widths: Widths,
+        stand_in: Any,
+        batches: list[Batch],
+        turn: int,
+        options: argparse.Namespace,
+    ) -> dict[str, Any]:
+        """Returns the fields of a row. Raises ValueError if the answers are too short."""
+        widths.take()
+        if stand_in is not None:
+            stand_in.begin(batches[0].temperature, len(batches[0].prompts))
+        skipped = LATER_SKIPPED_STEPS if turn else SKIPPED_STEPS
+        row = time_stages(engine, stages, batches, options.tokens, skipped) | widths.take()
+        if stand_in is not None:
+            row |= dict(tokens_per_step=stand_in.tokens_per_step(), tpot_ms=[])
+        if not options.no_profile:
+            row["profile"] = profile(engine, stages, batches[0])
+        if options.rounds > 1:
+            del row["host_us"], row["calls"]  # they would make a large file
+        return row
 
 
 class LastRound:
@@ -530,6 +553,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument(
+        "--settle", type=int, default=0,
+        help="tokens per answer from which speculative_ddtree_budget=auto learns before the first round",
+    )  # fmt: skip
+    parser.add_argument(
         "--also", type=int, nargs="+", default=[],
         help="widths that an engine with speculative_ddtree_budget=auto also runs by order",
     )  # fmt: skip
@@ -588,7 +615,7 @@ def main() -> None:
         for batch in of_row
         for prompt in batch.prompts
     ]
-    longest = max(map(len, prompts)) + options.tokens + 512
+    longest = max(map(len, prompts)) + max(options.tokens, options.settle) + 512
     plain = dict(
         model_path=drafted["model_path"], device=options.device, max_running_requests=most,
         max_total_tokens=most * longest, context_length=longest,

@@ -63,8 +63,8 @@ def assert_first_choices(
         found: what the engine answered.
         gaps: Engine.gaps() of each engine's answers by name, with plain decoding's own under "plain".
         least_accepted: accepted draft tokens, at least.
-        tie: largest gap of a tie. None stands for twice the largest gap of plain decoding's own answers, which
-            suits an fp8 KV cache.
+        tie: largest gap of a tie. None suits an fp8 KV cache, where plain decoding's own answers tie often: then
+            the largest gap and the number of ties are at most twice theirs.
     """
     flat = {
         who: sorted((gap for answer in gaps[who] for gap in answer), reverse=True) for who in (name, "plain")
@@ -73,6 +73,8 @@ def assert_first_choices(
     print(f"{name}: {ties} of {len(flat[name])} tokens tie; largest gaps {flat[name][:4]}, plain decoding's own "
           f"{plain_ties} of {len(flat['plain'])}, {flat['plain'][:4]}; {found.accepted} accepted")  # fmt: skip
     case.assertLessEqual(flat[name][0], 2 * flat["plain"][0] if tie is None else tie)
-    case.assertLess(ties, len(flat[name]) // 10)
+    case.assertLessEqual(
+        ties, len(flat[name]) // 10 if tie is not None else 2 * max(plain_ties, len(flat[name]) // 20)
+    )
     case.assertEqual(*found.free_slots, "KV slots leaked")
     case.assertGreaterEqual(found.accepted, least_accepted)

@@ -34,7 +34,12 @@ class RecurrentVerifyMixin(MambaAttnBackendBase):
     """Runs TARGET_VERIFY with the recurrent tree ops. The backend that it is mixed into does everything else."""
 
     def init_recurrent_verify(self, states: RecurrentStates, attention: TreeVerifyMixin) -> None:
-        """Args: the target's states, and the wrapper of its attention layers, which knows the trees."""
+        """Make the backend ready for verifies.
+
+        Args:
+            states: of the target.
+            attention: the wrapper of the target's attention layers, which knows the trees.
+        """
         self.tree_states = states
         self.tree_attention = attention
         self.tree_validates = attention.tree_mode == "validate"

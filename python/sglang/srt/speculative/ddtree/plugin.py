@@ -17,21 +17,18 @@ ENTRY_POINT = "ddtree"
 
 def register() -> None:
     """Add the algorithm DDTREE, its checks, the backend that its drafter uses on a CPU, and a layout of drafters."""
-    # Imports are in here so that register_on_demand() can report one that fails.
+    # Imports are in the functions so that register_on_demand() can report one that fails.
+    _register_drafter_parts()
+    _register_checks()
+    _register_algorithm()  # last: once its name is known, the whole plug-in is in place
+
+
+def _register_drafter_parts() -> None:
+    """Add the drafter's attention backend on a CPU, and the layout of the Speculators library."""
     from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.speculative.ddtree.algorithm import DDTreeAlgorithm
-    from sglang.srt.speculative.ddtree.drafter import refuse_drafter
-    from sglang.srt.speculative.ddtree.server_args import (
-        CPU_DRAFT_BACKEND,
-        refuse_asked_args,
-        refuse_server_args,
-        without_window_warning,
-    )
+    from sglang.srt.speculative.ddtree.server_args import CPU_DRAFT_BACKEND
     from sglang.srt.speculative.ddtree.speculators import reading_speculators
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
 
     @register_attention_backend(CPU_DRAFT_BACKEND)
@@ -42,6 +39,14 @@ def register() -> None:
 
     add_draft_attention_backend_choices([CPU_DRAFT_BACKEND])
     HfModelConfigParser.parse = reading_speculators(HfModelConfigParser.parse)
+
+
+def _register_checks() -> None:
+    """Check the arguments before upstream does, and the models as soon as their configurations are known."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.speculative.ddtree.drafter import refuse_drafter
+    from sglang.srt.speculative.ddtree.server_args import refuse_asked_args, without_window_warning
 
     # Upstream's first step.
     @register_resolution_hook("handle_deprecated_dp_attention")
@@ -66,7 +71,13 @@ def register() -> None:
         with without_window_warning():
             step(args)
 
-    # The algorithm is registered last: once its name is known, the whole plug-in is in place.
+
+def _register_algorithm() -> None:
+    """Add the algorithm's name, its behavior in the scheduler, and its worker."""
+    from sglang.srt.speculative.ddtree.algorithm import DDTreeAlgorithm
+    from sglang.srt.speculative.ddtree.server_args import refuse_server_args
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
     @SpeculativeAlgorithm.register(
         ALGORITHM,
         supports_overlap=True,

@@ -91,7 +91,7 @@ def recurrent_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def recurrent_gaps(runner: ModelRunner, num_nodes: int) -> list[str]:
-    """Name what the tree ops cannot do of a target's recurrent layers.
+    """Name the parts of a target's recurrent layers that the tree ops do not cover.
 
     Args:
         runner: the target's.
@@ -140,7 +140,7 @@ def state_gaps(
     device: str,
     num_nodes: int,
 ) -> list[str]:
-    """Name what the tree ops cannot do of recurrent states.
+    """Name the properties of recurrent states that the tree ops do not cover.
 
     Args:
         stored: dtypes of states and convolution windows.
@@ -243,7 +243,7 @@ class RecurrentStates:
         return self.windows[self.pool.mamba2_layer_index(layer_id)]
 
     def log_memory(self) -> None:
-        """Logs what the workspace takes, and what a state and a window per node would take."""
+        """Log what the workspace takes, and what a state and a window per node would take."""
         kept = [self.conv_workspace]
         if self.workspace is not None:
             kept += [self.workspace.k, self.workspace.u, self.workspace.g]
@@ -295,7 +295,7 @@ class RecurrentStates:
         bias: torch.Tensor | None,
         activation: str | None,
     ) -> torch.Tensor:
-        """Convolves each node's path.
+        """Convolve each node's path.
 
         Args:
             x: [bs * N, channels].
