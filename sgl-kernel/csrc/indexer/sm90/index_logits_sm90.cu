@@ -1,6 +1,6 @@
-// ddtree_index_logits on sm_90a. A warpgroup takes 64 keys at a time as the A operand of wgmma. Each warp copies its own
-// 16 of them into a ring in shared memory, a few tiles ahead, and takes them into registers from there. The queries of a
-// request are the B operand, 64 heads per row, filled up with zeros. While the heads of one row are added up, the
+// ddtree_index_logits on sm_90a. A warpgroup takes 64 keys at a time as the A operand of wgmma. Each warp copies its
+// own 16 of them into a ring in shared memory, a few tiles ahead, and takes them into registers from there. The queries
+// of a request are the B operand, 64 heads per row, filled up with zeros. While the heads of one row are added up, the
 // products of the next row and of the other warpgroups run.
 //
 // The order of the 128 dimensions within a product is free as long as both operands agree. A lane reads 16 bytes of a
