@@ -22,7 +22,7 @@ GQA = "gqa_partial_kernel<GqaTraits<__half, false, 128, 16>>"
 MLA_SM90 = "mla_fp8_sm90_partial_kernel<MlaFp8Sm90Traits<__half, true>>"
 RECURRENT = "recurrent_verify_kernel<VerifyTraits<__nv_bfloat16, 128, 3, true, false>>"
 INDEX = "index_logits_kernel"
-INDEX_SM90 = "index_logits_sm90_kernel"
+INDEX_SM90 = "index_logits_sm90_kernel<3>"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,10 @@ def test_launch_shapes_come_from_the_traits():
     assert kernel_report.shape_of(RECURRENT, shapes)[0] == 128
     assert kernel_report.shape_of(RECURRENT.replace("3", "4"), shapes)[0] == 64  # to fit into sm_120's memory
     assert kernel_report.shape_of(INDEX, shapes) == (256, 4 * 64 * (256 + 4))  # 4 rows of 64 heads
-    assert kernel_report.shape_of(INDEX_SM90, shapes) == (512, 4 * (64 * (256 + 4) + 4))
+    assert kernel_report.shape_of(INDEX_SM90, shapes) == (
+        384,
+        2 * 64 * 256 + 12 * 4 * 16 * 256 + 4 * (64 * 4 + 4) + 12 * 4 * 8,
+    )
     assert (
         kernel_report.shape_of(RECURRENT.replace("true, ", "false, "), shapes)[1]
         < kernel_report.shape_of(RECURRENT, shapes)[1]

@@ -152,7 +152,7 @@ def shape_key(name: str) -> tuple | None:
     if match := re.search(r"VerifyTraits<(\w+), (\d+), (\d+), (true|false), (true|false)>", name):
         state, d_k, tiles, channel, wide = match.groups()
         return "recurrent_wide" if flag[wide] else "recurrent", state, flag[channel], int(d_k), int(tiles)
-    if match := re.fullmatch(r"index_logits(_sm90)?_kernel", name):
+    if match := re.match(r"index_logits(_sm90)?_kernel", name):
         return f"index{match[1] or ''}", "__nv_bfloat16", 0, 128, 64 if match[1] else 32
     return None
 

@@ -3,8 +3,9 @@
 A graph holds LAUNCHES launches over rotating pools that together exceed the L2 cache. A time is the median over its
 replays divided by LAUNCHES. "rate" is the bytes of all keys (256 per key, 132 for fp8), read once, per second. The copy
 moves a buffer of 4 GiB and counts what it reads and writes. The matmul multiplies square bfloat16 matrices. "bound" is
-the longer of the two times that a launch would take at these rates, over the time it took. Prints a Markdown table;
-never asserts. SGLANG_DDTREE_SM90=0 times the kernel of the other architectures on sm_90.
+the longer of the two times that a launch would take at these rates, over the time it took. "empty" is a launch whose
+requests have no keys. Prints a Markdown table; never asserts. SGLANG_DDTREE_SM90=0 times the kernel of the other
+architectures on sm_90.
 
     python bench_index_logits.py --commit REVISION --output results/NAME.json
 """
@@ -70,11 +71,14 @@ def shuffled_pages(pages: int, bs: int) -> torch.Tensor:
     return torch.randperm(pages, device="cuda").to(torch.int32).view(bs, -1)
 
 
-def bf16_calls(keys: list[torch.Tensor], tables: list[torch.Tensor], length: int, rows: int) -> list:
+def bf16_calls(
+    keys: list[torch.Tensor], tables: list[torch.Tensor], length: int, rows: int, seen: int
+) -> list:
+    """Launches over `length` keys per request, of which each row sees `seen`."""
     bs = tables[0].shape[0]
     q = torch.randn(bs * rows, HEADS, HEAD_DIM, device="cuda").bfloat16()
     weights = torch.randn(bs * rows, HEADS, device="cuda")
-    seq_lens = torch.full((bs * rows,), length, dtype=torch.int32, device="cuda")
+    seq_lens = torch.full((bs * rows,), seen, dtype=torch.int32, device="cuda")
     out = torch.empty(bs * rows, length, device="cuda")
     return [
         lambda k=k, t=t: index_logits(q, k, weights, seq_lens, t, out)
@@ -112,8 +116,11 @@ def bench(bs: int, length: int, rows: int, with_fp8: bool) -> dict:
     sets = min(sets, LAUNCHES)
     tables = [shuffled_pages(pages, bs) for _ in range(sets)]
     keys = [torch.randn(pages, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
-    us = microseconds(bf16_calls(keys, tables, length, rows))
-    row = dict(bs=bs, keys=length, rows=rows, us=us, rate=bs * length * HEAD_DIM * 2 / us * 1e6)
+    us = microseconds(bf16_calls(keys, tables, length, rows, length))
+    empty_us = microseconds(bf16_calls(keys, tables, length, rows, 0))
+    row = dict(
+        bs=bs, keys=length, rows=rows, us=us, empty_us=empty_us, rate=bs * length * HEAD_DIM * 2 / us * 1e6
+    )
     row["tflops"] = 2 * bs * rows * HEADS * HEAD_DIM * length / us / 1e6
     del keys
     fp8 = fp8_calls(tables, length, rows) if with_fp8 else None
@@ -147,7 +154,9 @@ def main() -> None:
         results=[],
     )
     print(f"copy: {copied / 1e12:.2f} TB/s, matmul: {multiplied / 1e12:.0f} TFLOPS")
-    print("|bs|keys|rows|us|TB/s|of the copy|TFLOPS|of the bound|fp8 us|fp8 TB/s|\n" + "|-" * 10 + "|")
+    print(
+        "|bs|keys|rows|us|empty us|TB/s|of the copy|TFLOPS|of the bound|fp8 us|fp8 TB/s|\n" + "|-" * 11 + "|"
+    )
     for bs in args.batches:
         for length in args.lengths:
             for rows in args.rows:
@@ -159,8 +168,8 @@ def main() -> None:
                     args.output.write_text(json.dumps(record, indent=1) + "\n")
                 fp8 = f"{r['fp8_us']:.1f}|{r['fp8_rate'] / 1e12:.2f}" if "fp8_us" in r else "|"
                 print(
-                    f"|{bs}|{length}|{rows}|{r['us']:.1f}|{r['rate'] / 1e12:.2f}|{r['rate'] / copied:.2f}|"
-                    f"{r['tflops']:.0f}|{r['of_bound']:.2f}|{fp8}|",
+                    f"|{bs}|{length}|{rows}|{r['us']:.1f}|{r['empty_us']:.1f}|{r['rate'] / 1e12:.2f}|"
+                    f"{r['rate'] / copied:.2f}|{r['tflops']:.0f}|{r['of_bound']:.2f}|{fp8}|",
                     flush=True,
                 )
 

@@ -21,6 +21,21 @@ struct KeyTile {
   uint4 low[kMTiles][kChunks], high[kMTiles][kChunks];
 };
 
+// 16 bytes of keys that are read once.
+__device__ __forceinline__ uint4 load_streaming(const __nv_bfloat16* source) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(source));
+  return v;
+}
+
+// Brings a tile into the L2 cache. One lane calls it.
+__device__ __forceinline__ void prefetch_keys(const __nv_bfloat16* source) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source),
+               "n"(IndexTraits::kTileKeys * kIndexHeadDim * int(sizeof(__nv_bfloat16))));
+}
+
 // The last tile of a request may hold keys past the length, with any bits in them. That does no harm: a key affects
 // only its own logit, and that one is not written.
 __device__ __forceinline__ void load_keys(KeyTile& keys, const __nv_bfloat16* source) {
@@ -112,7 +127,7 @@ __device__ __forceinline__ void process(const Queries& queries, const IndexLogit
   const auto load = [&](int tile) {
     if (tile < end) load_keys(keys, tile_keys(tile));
     const int next = tile + IndexTraits::kWarps;
-    if (next < end && threadIdx.x % 32 == 0) prefetch_keys<IndexTraits::kTileKeys>(tile_keys(next));
+    if (next < end && threadIdx.x % 32 == 0) prefetch_keys(tile_keys(next));
   };
   int tile = begin + threadIdx.x / 32;
   load(tile);       // in flight while the queries arrive

@@ -13,22 +13,6 @@ namespace ddtree {
 
 constexpr unsigned kWholeWarp = 0xffffffff;
 
-// 16 bytes of keys that are read once.
-__device__ __forceinline__ uint4 load_streaming(const __nv_bfloat16* source) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(source));
-  return v;
-}
-
-// Brings kCount keys into the L2 cache. One lane calls it.
-template <int kCount>
-__device__ __forceinline__ void prefetch_keys(const __nv_bfloat16* source) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source),
-               "n"(kCount * kIndexHeadDim * int(sizeof(__nv_bfloat16))));
-}
-
 // A request's key. The keys after it in its page follow in memory.
 __device__ __forceinline__ const __nv_bfloat16* key_at(const IndexLogitsParams& p, int request, int key) {
   const int page = p.page_table[request * p.table_stride + key / p.page_size];

@@ -20,16 +20,23 @@ struct IndexTraits {
   static_assert(kMaxSharedBytes <= kMaxSharedMemory);
 };
 
-// The kernel of sm_90: a warpgroup takes a tile of keys at a time. A block keeps the queries of one request with room
-// for kMaxIndexHeads heads per row, then their weights, then the rows' lengths.
+// The kernel of sm_90: a warpgroup takes a tile of keys at a time, a quarter for each warp. A block keeps the queries
+// of one request with room for kMaxIndexHeads heads per row, a ring of keys per warp, then weights, lengths and
+// barriers.
 struct IndexSm90Traits {
   static constexpr int kTileKeys = 64;  // the height of wgmma
-  static constexpr int kWarpgroups = 4, kThreads = 128 * kWarpgroups;
+  static constexpr int kWarpgroups = 3, kWarps = 4 * kWarpgroups, kThreads = 32 * kWarps;
   static constexpr int kBlocks = 1;  // per multiprocessor, by registers
 
   static constexpr int kRowBytes = kMaxIndexHeads * kIndexHeadDim * 2;  // of a row's queries
-  static constexpr int kSharedPerRow = kRowBytes + static_cast<int>(kMaxIndexHeads * sizeof(float) + sizeof(int32_t));
-  static constexpr int kMaxSharedBytes = kMaxIndexRows * kSharedPerRow;
+  static constexpr int kWarpKeys = kTileKeys / 4, kStageBytes = kWarpKeys * kIndexHeadDim * 2;
+  static constexpr int kMaxStages = 4;
+  DDTREE_HOST_DEVICE static constexpr int stages(int rows) { return rows <= 2 ? 4 : 3; }  // more do not fit
+  static constexpr int kSmallBytes =
+      kMaxIndexRows * static_cast<int>(kMaxIndexHeads * sizeof(float) + sizeof(int32_t)) +
+      kWarps * kMaxStages * static_cast<int>(sizeof(uint64_t));
+  static constexpr int kMaxSharedBytes = 2 * kRowBytes + kWarps * 4 * kStageBytes + kSmallBytes;
+  static_assert(4 * kRowBytes + kWarps * 3 * kStageBytes + kSmallBytes <= kMaxSharedBytes);
   static_assert(kMaxSharedBytes <= kMaxSharedMemorySm90);
 };
 
