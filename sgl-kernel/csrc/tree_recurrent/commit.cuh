@@ -29,7 +29,8 @@ struct CommitTraits {
   static constexpr int kBlocks = kSpare == std::is_same_v<State, float> ? 5 : 4;
 };
 
-// kVectorBytes of neighbouring values, at once where they are contiguous.
+// kVectorBytes of neighbouring values, at once where they are contiguous. The compiler would split such a store into
+// single values, hence the assembly.
 template <bool kContiguous, typename State>
 __device__ __forceinline__ uint4 load_values(const State* at, int64_t stride) {
   if constexpr (kContiguous) return *reinterpret_cast<const uint4*>(at);
@@ -42,7 +43,9 @@ __device__ __forceinline__ uint4 load_values(const State* at, int64_t stride) {
 template <bool kContiguous, typename State>
 __device__ __forceinline__ void store_values(State* at, int64_t stride, uint4 values) {
   if constexpr (kContiguous) {
-    *reinterpret_cast<uint4*>(at) = values;
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(values.x), "r"(values.y), "r"(values.z),
+                 "r"(values.w)
+                 : "memory");
   } else {
 #pragma unroll
     for (int i = 0; i < kVectorBytes / int(sizeof(State)); ++i) at[i * stride] = reinterpret_cast<State*>(&values)[i];
