@@ -54,10 +54,10 @@ CASES = {
     "fa3, validate": Case("fa3", FA, dict(speculative_ddtree_verify="validate")),
     "fa3, mixed, page 16": Case("fa3", FA, dict(enable_mixed_chunk=True, page_size=16)),
     "fa3, page 64": Case("fa3", FA, dict(page_size=64)),
-    "fa3, page 128": Case("fa3", FA, dict(page_size=128)),
+    "fa3, page 128": Case("fa3", FA, dict(page_size=128, chunked_prefill_size=128)),
     "fa3, mla": Case("fa3", FA, {}, "mla plain", 30),
     "fa3, fp8": Case("fa3", FA, {}, "fp8 plain", 30),
-    "fa4, page 128": Case("fa4", FA, dict(page_size=128)),
+    "fa4, page 128": Case("fa4", FA, dict(page_size=128, chunked_prefill_size=128)),
     "flashmla": Case("flashmla", "FlashMLABackend", dict(page_size=64), "mla plain", 30),
     "flashinfer, validate": Case(
         "flashinfer", FLASHINFER_PREFILL, dict(speculative_ddtree_verify="validate")
@@ -66,7 +66,9 @@ CASES = {
         "flashinfer", FLASHINFER_PREFILL, dict(enable_mixed_chunk=True, page_size=16)
     ),
     "flashinfer, page 64": Case("flashinfer", FLASHINFER_PREFILL, dict(page_size=64)),
-    "flashinfer, page 128": Case("flashinfer", FLASHINFER_PREFILL, dict(page_size=128)),
+    "flashinfer, page 128": Case(
+        "flashinfer", FLASHINFER_PREFILL, dict(page_size=128, chunked_prefill_size=128)
+    ),
     "flashinfer, mla": Case("flashinfer", "FlashInferMLAAttnBackend", {}, "mla plain", 30),
     "flashinfer, fp8": Case("flashinfer", FLASHINFER_PREFILL, {}, "fp8 plain", 30),
 }

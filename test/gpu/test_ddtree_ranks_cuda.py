@@ -1,6 +1,8 @@
 """DDTREE on two CUDA devices, with tensor parallelism over NCCL, against plain decoding on one device."""
 
+import os
 import unittest
+from unittest import mock
 
 import torch
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -47,7 +49,9 @@ class TestRanksCuda(unittest.TestCase):
             "auto, its own choices": ("plain", auto, AutoGreedy(greedy, cycle=False)),
         }
         plains = {"plain": plain, "mla plain": plain | dict(model_path=mla_target)}
-        cls.results = run_and_judge(folder, plains, cls.trees)
+        # All engines start at once, so a rank may find less free memory on its device than the other on its own.
+        with mock.patch.dict(os.environ, SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK="0"):
+            cls.results = run_and_judge(folder, plains, cls.trees)
 
     def result(self, name):
         """What the job of an engine returned on each of the two ranks."""
