@@ -71,6 +71,10 @@ CASES = {
     "chain of 256": Case(trees=(chain(256),), prefix_lens=(64,)),
     "random 256": Case(trees=(random_tree(256, random.Random(7)),), prefix_lens=(511,)),
     "65 nodes": Case(trees=(chain(65),), prefix_lens=(63,)),
+    "draft block": Case(trees=(chain(12), chain(12)), prefix_lens=(130, 0), draft_block=True),
+    "draft block of several tiles": Case(
+        trees=(chain(33), chain(33)), prefix_lens=(130, 64), h_q=16, h_kv=1, d=128, draft_block=True
+    ),
     "one KV head": Case(trees=(star(5),), prefix_lens=(99,), h_q=6, h_kv=1),
     "multi-head": Case(trees=(star(5),), prefix_lens=(99,), h_q=3, h_kv=3),
     "group of 3": Case(trees=(chain(11),), prefix_lens=(99,), h_q=9, h_kv=3),
@@ -115,6 +119,15 @@ CASES = {
     "MLA, 1 head": Case(mla=True, h_q=1, h_kv=1, trees=(chain(3),)),
     "MLA, 128 heads": Case(mla=True, h_q=128, h_kv=1, trees=(chain(3),)),
     "MLA, 256 nodes": Case(mla=True, h_q=2, h_kv=1, trees=(star(256),)),
+    "MLA, draft block of several tiles": Case(
+        mla=True, h_q=16, h_kv=1, trees=(chain(33),), prefix_lens=(130,), draft_block=True
+    ),
+    "MLA, fp8, draft block of several tiles": Case(
+        mla=True, h_q=16, h_kv=1, trees=(chain(33),), prefix_lens=(130,), draft_block=True, kv_dtype=FP8
+    ),
+    "fp8, draft block of several tiles": Case(
+        trees=(chain(33),), prefix_lens=(130,), h_q=16, h_kv=1, d=128, draft_block=True, kv_dtype=FP8
+    ),
     "MLA, ragged": Case(
         mla=True,
         h_q=4,
@@ -614,10 +627,6 @@ WRONG_VALUES = {
     "sign bit": (
         edited("ancestors", 0, -(2**63) + 1),
         r"ancestors\[0\]: expected bits inside its request \(nodes 0 to 4\), got 63",
-    ),
-    "descendant": (
-        edited("ancestors", 2, 0b01101),
-        r"ancestors\[2\]: expected bits up to 2 \(a node's ancestors precede it\), got 3",
     ),
     "no self bit": (
         edited("ancestors", 4, 0b01111),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import os
 import random
 from collections.abc import Iterable
@@ -51,6 +53,7 @@ class Case:
     scales: bool = False
     strided: bool = False  # q and out are slices of wider tensors, as after a fused QKV projection
     padding_rows: int = 0  # rows of q that no request owns
+    draft_block: bool = False  # every node of a request sees all others, as in a drafter's block
     num_nodes: int | None = None  # None: the largest tree
     num_splits: int | None = None  # None: as planned
     seed: int = 0
@@ -111,6 +114,15 @@ class Batch:
         return self.out, self.lse
 
 
+def _rows_seen(case: Case, tree: Parents, words: int) -> list[list[int]]:
+    """The ancestor words of a request's nodes."""
+    rows = ancestor_rows(tree, words)
+    if not case.draft_block:
+        return rows
+    everything = [functools.reduce(operator.or_, word) for word in zip(*rows, strict=True)]
+    return [everything] * len(rows)
+
+
 def make_batch(case: Case, device="cpu") -> Batch:
     """Random values, the same on every device. Slots that no request names hold NaN, as do the ends of pages."""
     generator = torch.Generator().manual_seed(case.seed)
@@ -162,7 +174,8 @@ def make_batch(case: Case, device="cpu") -> Batch:
         prefix_lens=torch.tensor(case.prefix_lens, dtype=torch.int32),
         tree_slots=torch.tensor(tree_slots, dtype=case.index_dtype),
         ancestors=torch.tensor(
-            [row for tree in (*trees, chain(case.padding_rows)) for row in ancestor_rows(tree, words)],
+            [row for tree in trees for row in _rows_seen(case, tree, words)]
+            + ancestor_rows(chain(case.padding_rows), words),
             dtype=torch.int64,
         ).reshape(-1, words),
         sm_scale=case.d_qk**-0.5,
@@ -218,6 +231,8 @@ def expected(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
                 depth[node] = depth[parent] + 1
                 sees[node] = sees[parent]
             sees[node, prefix_len + node] = True
+        if case.draft_block:
+            sees[:] = True
         if case.sliding_window >= 0:
             position = torch.tensor([*range(prefix_len), *(prefix_len + x for x in depth)])
             sees &= position >= position[prefix_len:, None] - case.sliding_window

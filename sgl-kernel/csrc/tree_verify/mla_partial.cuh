@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) mla_partial_kernel(const 
   __shared__ WorkItem work;  // in shared memory, because the main loop has no registers to spare
   const int m0 = blockIdx.x * Traits::kTileM;
   if (threadIdx.x < 32) {
-    const WorkItem found = find_work(p, blockIdx.y, m0, Traits::kTileM, p.h_q);
+    const WorkItem found = find_work(p, blockIdx.y, m0, p.h_q);
     if (threadIdx.x == 0) work = found;
   }
   __syncthreads();

@@ -41,7 +41,7 @@ struct TreeVerifyParams {
   const void* kv_indices;      // prefix slots, int32 or int64 (kv_indices_is_64)
   const int32_t* prefix_lens;  // [bs] tokens of the prefix; <= kv_indptr[r + 1] - kv_indptr[r]
   const void* tree_slots;      // [T] slot of each node's own K and V, int32 or int64 (tree_slots_is_64)
-  const uint64_t* ancestors;   // [T, words] bit 0 is the request's root; a node's ancestors precede it
+  const uint64_t* ancestors;   // [T, words] node indices are relative to the request: bit 0 is its root
   const float* sinks;          // [h_q] or nullptr: an extra logit per head with no value
   const float* k_scale;        // device scalar or nullptr (1.0): fp8 K is k_fp8 * k_scale
   const float* v_scale;        // device scalar or nullptr (1.0)

@@ -271,12 +271,6 @@ std::string check_values(const TreeVerifyParams& p, int64_t num_kv_indices) {
                        node);
         }
       }
-      for (int node = static_cast<int>(row - row_begin) + 1; node < nodes; ++node) {
-        if (has_ancestor(words, node)) {
-          return wrong(at("ancestors", row),
-                       "bits up to " + std::to_string(row - row_begin) + " (a node's ancestors precede it)", node);
-        }
-      }
     }
   }
   return {};

@@ -99,13 +99,12 @@ __device__ inline WorkItem find_work(const TreeVerifyParams& p, int item) {
   return none;
 }
 
-// The part of work item `item` that concerns packed rows [m0, m0 + rows), of which `heads` share a node. `index` is -1
-// if there are no such rows. Ancestors precede their node, so tokens after the rows' last node are left out. At least
-// one token stays, because the kernels expect a tile. Warp-collective.
-__device__ inline WorkItem find_work(const TreeVerifyParams& p, int item, int m0, int rows, int heads) {
+// Work item `item` for a block of packed rows that starts at m0, where `heads` rows share a node. `index` is -1 if
+// there are no such rows. The item keeps tokens of later nodes, because nodes of a draft block see them.
+// Warp-collective.
+__device__ inline WorkItem find_work(const TreeVerifyParams& p, int item, int m0, int heads) {
   WorkItem work = find_work(p, item);
   if (m0 >= work.request.num_nodes * heads) work.index = -1;
-  work.end = max(work.begin + 1, min(work.end, work.request.prefix + (m0 + rows - 1) / heads + 1));
   return work;
 }
 

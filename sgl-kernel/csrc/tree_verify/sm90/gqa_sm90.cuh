@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   const int producer = threadIdx.x / 32 - Traits::kConsumers / 32;
   WorkItem& work = storage.work;
   if (producer == 0) {
-    const WorkItem found = find_work(p, blockIdx.y, m0, Traits::kTileM, heads);
+    const WorkItem found = find_work(p, blockIdx.y, m0, heads);
     if (threadIdx.x % 32 == 0) {
       work = found;
       for (int s = 0; s < Traits::kStages; ++s) {

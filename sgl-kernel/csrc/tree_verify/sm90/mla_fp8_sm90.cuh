@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   WorkItem& work = storage.work;
   const MlaFp8Block<Traits> block{work, smem_address(sm90_smem)};
   if (threadIdx.x < 32) {
-    const WorkItem found = find_work(p, blockIdx.y, block.m0(), Traits::kTileM, p.h_q);
+    const WorkItem found = find_work(p, blockIdx.y, block.m0(), p.h_q);
     if (threadIdx.x == 0) work = found;
   }
   if (threadIdx.x == 128) {

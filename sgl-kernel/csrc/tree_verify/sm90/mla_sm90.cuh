@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   WorkItem& work = storage.work;
   const int m0 = int(blockIdx.x) * Traits::kTileM;
   if (threadIdx.x < 32) {
-    const WorkItem found = find_work(p, blockIdx.y, m0, Traits::kTileM, p.h_q);
+    const WorkItem found = find_work(p, blockIdx.y, m0, p.h_q);
     if (threadIdx.x == 0) work = found;
   }
   MlaSm90Block block{work,
