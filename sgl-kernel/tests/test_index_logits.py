@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from ci_registration import register_cpu_ci, register_cuda_ci
+from indexer_cases import place
 from sgl_kernel.ddtree import index_logits
 
 register_cpu_ci(est_time=15, suite="kernel")
@@ -64,16 +65,7 @@ class Case:
         self.out = self._place(torch.full((rows, table.shape[1] * self.page_size), NOT_WRITTEN), dim=1)
 
     def _place(self, values: torch.Tensor, dim: int) -> torch.Tensor:
-        """On the device. If strided: a slice that leaves out other values before and after, or every other one."""
-        values = values.to(self.device)
-        if not self.strided:
-            return values
-        if dim == 0:
-            wide = torch.full_like(values, -1).repeat_interleave(2, 0)
-            wide[::2] = values
-            return wide[::2]
-        pad = torch.full_like(values.narrow(1, 0, 8), NOT_WRITTEN)
-        return torch.cat([pad, values, pad], 1).narrow(1, 8, values.shape[1])
+        return place(values, strided=self.strided, dim=dim, device=self.device)
 
     @property
     def arguments(self) -> tuple[torch.Tensor, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from ci_registration import register_cpu_ci, register_cuda_ci
+from indexer_cases import place
 from sgl_kernel.ddtree import store_index_keys
 
 register_cpu_ci(est_time=5, suite="kernel")
@@ -68,16 +69,7 @@ class Case:
         self.keys = self._place(pool, dim=0)
 
     def _place(self, values: torch.Tensor, dim: int) -> torch.Tensor:
-        """On the device. If strided, between other values: every other row, or the columns from 8 on."""
-        values = values.to(self.device)
-        if not self.strided:
-            return values
-        if dim == 0:
-            wide = values.new_full((2 * len(values), *values.shape[1:]), torch.nan)
-            wide[::2] = values
-            return wide[::2]
-        pad = torch.full_like(values[:, :8], torch.nan)
-        return torch.cat([pad, values, pad], 1)[:, 8:-8]
+        return place(values, strided=self.strided, dim=dim, device=self.device)
 
     def row_tokens(self) -> list[int]:
         return list(range(len(self.seq_lens))) if self.tokens is None else self.tokens
