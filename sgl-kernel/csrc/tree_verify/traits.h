@@ -78,6 +78,11 @@ struct GqaSm90Traits {
   static constexpr int kMinBlocks = kWarpgroups == 2 || kD == 256 ? 1 : 2;
   static constexpr int kProducers = kMinBlocks == 2 ? 2 : 4;  // warps; limited by the consumers' registers
   static constexpr int kThreads = kConsumers + 32 * kProducers;
+  // Of two warpgroups. 168: registers per thread at launch.
+  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
+  static_assert(2 * kConsumerRegisters + kProducerRegisters == 3 * 168);
+  static constexpr int kAhead =
+      kWarpgroups == 2 ? 4 : 8;  // passes of a copy unrolled, as the producers' registers allow
   static constexpr int kTileN = kD == 192 ? 32 : kD == 64 || kWarpgroups == 2 ? 128 : 64;
   static constexpr int kProducerTokens = kTileN / kProducers;
   static constexpr int kColumns = (kD + 63) / 64 * 64;      // whole blocks of 128 bytes

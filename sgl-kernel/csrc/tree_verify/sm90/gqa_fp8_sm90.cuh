@@ -29,26 +29,6 @@
 
 namespace ddtree {
 
-// Lets two warpgroups take turns at the tensor cores: while one's products run, the other computes its softmax. Without
-// turns both start each tile together, and then compete for the same units. Each calls take() and give() equally often.
-template <int kWarpgroups>
-struct Turn {
-  static constexpr int kFirstBarrier = 4, kThreads = 256;
-  int mine;
-  __device__ __forceinline__ explicit Turn(int warpgroup) : mine(warpgroup) {
-    if (kWarpgroups == 2 && mine == 1) give();  // warpgroup 0 has the first turn
-  }
-  __device__ __forceinline__ void take() const {
-    if constexpr (kWarpgroups == 2)
-      asm volatile("bar.sync %0, %1;" ::"r"(kFirstBarrier + mine), "n"(kThreads) : "memory");
-  }
-  // `last`: nobody waits for the turn after it.
-  __device__ __forceinline__ void give(bool last = false) const {
-    if (kWarpgroups == 2 && !(last && mine == 1))
-      asm volatile("bar.arrive %0, %1;" ::"r"(kFirstBarrier + (mine ^ 1)), "n"(kThreads) : "memory");
-  }
-};
-
 // Shared-memory addresses of a block.
 template <typename Traits>
 struct GqaFp8Block {
@@ -94,14 +74,24 @@ __device__ __forceinline__ void gqa_fp8_produce(const TreeVerifyParams& p, const
     for (int r = 0; r < kSlots; ++r) now[r] = slots[r];
     load_slots(j + 1);
     mbarrier_wait(block.empty(at.stage), at.parity ^ 1);
-    auto copy = [&](const char* cache, uint32_t stride, uint32_t to) {
+    if constexpr (Traits::kD > 64) {
+      const uint32_t to = block.k(at.stage), k_stride = p.k_stride_slot, v_stride = p.v_stride_slot;
       for_each_vector<Traits::kTileN, kTokens, Traits::kD, Traits::kAhead>(
           token0, now, [&](int slot, int from, uint32_t at_vector) {
-            cp_async_16(to + at_vector, cache + uint64_t(uint32_t(max(slot, 0))) * stride + from, slot >= 0);
+            const uint64_t s = uint32_t(max(slot, 0));
+            cp_async_16(to + at_vector, k + s * k_stride + from, slot >= 0);
+            cp_async_16(to + Traits::kTileBytes + at_vector, v + s * v_stride + from, slot >= 0);
           });
-    };
-    copy(k, p.k_stride_slot, block.k(at.stage));
-    copy(v, p.v_stride_slot, block.v(at.stage));
+    } else {  // no registers for both at a time
+      auto copy = [&](const char* cache, uint32_t stride, uint32_t to) {
+        for_each_vector<Traits::kTileN, kTokens, Traits::kD, Traits::kAhead>(
+            token0, now, [&](int slot, int from, uint32_t at_vector) {
+              cp_async_16(to + at_vector, cache + uint64_t(uint32_t(max(slot, 0))) * stride + from, slot >= 0);
+            });
+      };
+      copy(k, p.k_stride_slot, block.k(at.stage));
+      copy(v, p.v_stride_slot, block.v(at.stage));
+    }
     mbarrier_arrive_after_copies(block.full(at.stage));
   }
   cp_async_wait_all();  // no thread may exit with copies in flight

@@ -4,7 +4,8 @@
 // consumers owns 64 rows. The block's one or two warpgroups share the K and V tiles. Producer warps copy those into a
 // ring of stages, gathering slots with cp.async. Producers and consumers each have a main loop over tiles j. The tensor
 // cores read every operand except P from shared memory in the 128-byte swizzle: blocks of 64 columns, each [rows][128
-// bytes]. Warpgroups, and blocks that share a multiprocessor, overlap one's softmax with another's products.
+// bytes]. Blocks that share a multiprocessor overlap one's softmax with another's products. Two warpgroups take turns
+// for that, and start S of a tile and P V of the tile before together, so that P V runs during the softmax.
 //
 // Synchronization: each stage has two mbarriers. `full` completes when the copies of the producers' lanes have landed.
 // Each consumer waits for it and then issues the proxy fence between those writes and its products. (In a thread with
@@ -55,6 +56,26 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Lets two warpgroups take turns at the tensor cores: while one's products run, the other computes its softmax. Without
+// turns both start each tile together, and then compete for the same units. Each calls take() and give() equally often.
+template <int kWarpgroups>
+struct Turn {
+  static constexpr int kFirstBarrier = 4, kThreads = 256;
+  int mine;
+  __device__ __forceinline__ explicit Turn(int warpgroup) : mine(warpgroup) {
+    if (kWarpgroups == 2 && mine == 1) give();  // warpgroup 0 has the first turn
+  }
+  __device__ __forceinline__ void take() const {
+    if constexpr (kWarpgroups == 2)
+      asm volatile("bar.sync %0, %1;" ::"r"(kFirstBarrier + mine), "n"(kThreads) : "memory");
+  }
+  // `last`: nobody waits for the turn after it.
+  __device__ __forceinline__ void give(bool last = false) const {
+    if (kWarpgroups == 2 && !(last && mine == 1))
+      asm volatile("bar.arrive %0, %1;" ::"r"(kFirstBarrier + (mine ^ 1)), "n"(kThreads) : "memory");
+  }
+};
+
 // Shared-memory addresses of a block.
 template <typename Traits>
 struct GqaSm90Block {
@@ -74,7 +95,7 @@ template <typename Traits>
 __device__ __forceinline__ void gqa_sm90_produce(const TreeVerifyParams& p, const WorkItem& work,
                                                  const GqaSm90Block<Traits>& block, int kv_head, int warp, int tiles) {
   constexpr int kTileN = Traits::kTileN, kTokens = Traits::kProducerTokens, kBytes = Traits::kD * 2;
-  constexpr int kSlots = (kTokens + 31) / 32, kAhead = 8;
+  constexpr int kSlots = (kTokens + 31) / 32;
   const int lane = threadIdx.x & 31, token0 = warp * kTokens;
   const char* k = static_cast<const char*>(p.k_cache) + kv_head * p.k_stride_h * 2;
   const char* v = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_h * 2;
@@ -99,10 +120,10 @@ __device__ __forceinline__ void gqa_sm90_produce(const TreeVerifyParams& p, cons
       cp_async_16(to + Traits::kTileBytes + at_vector, v + uint64_t(slot) * v_stride + from, valid);
     };
     if (work.begin + (j + 1) * kTileN <= work.end) {
-      for_each_vector<kTileN, kTokens, kBytes, kAhead>(
+      for_each_vector<kTileN, kTokens, kBytes, Traits::kAhead>(
           token0, now, [&](int slot, int from, uint32_t at_vector) { copy(true, slot, from, at_vector); });
     } else {
-      for_each_vector<kTileN, kTokens, kBytes, kAhead>(
+      for_each_vector<kTileN, kTokens, kBytes, Traits::kAhead>(
           token0, now, [&](int slot, int from, uint32_t at_vector) { copy(slot >= 0, max(slot, 0), from, at_vector); });
     }
     mbarrier_arrive_after_copies(block.full(at.stage));
@@ -156,12 +177,18 @@ __device__ __forceinline__ void gqa_sm90_consume(const TreeVerifyParams& p, cons
   for (int i = 0; i < kD / 2; ++i) o[i] = 0.f;
   const uint64_t q_desc = wgmma_descriptor(block.q() + warpgroup * 64 * kSwizzleRowBytes, 0, kSwizzleAtomBytes);
 
-  RingPosition<Traits::kStages> at;
-  for (int j = 0; j < tiles; ++j, at.advance()) {
+  float s[kTileN / 2];
+  uint32_t prob[kTileN / 16][4];
+  auto wait_for = [&](const RingPosition<Traits::kStages>& at) {
     mbarrier_wait(block.full(at.stage), at.parity);
     fence_async_proxy();
-    float s[kTileN / 2];  // S = Q K^T
-    const uint64_t k_desc = wgmma_descriptor(block.k(at.stage), 0, kSwizzleAtomBytes);
+  };
+  auto release = [&](int stage) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(block.empty(stage));
+  };
+  auto start_scores = [&](int stage) {  // S = Q K^T
+    const uint64_t k_desc = wgmma_descriptor(block.k(stage), 0, kSwizzleAtomBytes);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) {
@@ -171,38 +198,84 @@ __device__ __forceinline__ void gqa_sm90_consume(const TreeVerifyParams& p, cons
       wgmma_ss<T>(s, q_desc + (q_at >> 4), k_desc + (k_at >> 4), k > 0);
     }
     wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_pin(s);
-
+  };
+  auto start_values = [&](int stage) {  // O += P V
+    const uint64_t v_desc = wgmma_descriptor(block.v(stage), kTileN * kSwizzleRowBytes, kSwizzleAtomBytes);
+    wgmma_pin(o);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTileN / 16; ++k) wgmma_rs<T>(o, prob[k], v_desc + (k * 2 * kSwizzleAtomBytes >> 4));
+    wgmma_commit();
+  };
+  auto softmax = [&](int j) {  // turns the scores of tile j into probabilities
     const int token0 = work.begin + j * kTileN;
     if (p.logit_cap > 0.f) {
 #pragma unroll
       for (int i = 0; i < kTileN / 2; ++i) s[i] = logit_scale.capped(s[i]);
     }
     if (!unmasked.contains(token0, kTileN)) mask_scores<kTileN>(p, work, (warp_row0 + lane % 16) / heads, token0, s);
-    const float2 shrink =
-        online_softmax<kTileN>(s, {logit_scale.factor, logit_scale.factor}, 0.f, kRescaleThreshold, row_max, row_sum);
-    if (__any_sync(0xffffffff, shrink.x != 1.f || shrink.y != 1.f)) {
+    return online_softmax<kTileN>(s, {logit_scale.factor, logit_scale.factor}, 0.f, kRescaleThreshold, row_max,
+                                  row_sum);
+  };
+  auto rescale = [&](float2 shrink) {
+    if (!__any_sync(0xffffffff, shrink.x != 1.f || shrink.y != 1.f)) return;
 #pragma unroll
-      for (int i = 0; i < kD / 2; ++i) o[i] *= i % 4 / 2 == 0 ? shrink.x : shrink.y;
-    }
-
-    uint32_t prob[kTileN / 16][4];
+    for (int i = 0; i < kD / 2; ++i) o[i] *= i % 4 / 2 == 0 ? shrink.x : shrink.y;
+  };
+  auto pack = [&] {
 #pragma unroll
     for (int k = 0; k < kTileN / 16; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) prob[k][i] = pack2<T>(s[k * 8 + i * 2], s[k * 8 + i * 2 + 1]);
     }
-    const uint64_t v_desc = wgmma_descriptor(block.v(at.stage), kTileN * kSwizzleRowBytes, kSwizzleAtomBytes);
-    wgmma_pin(o);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kTileN / 16; ++k) wgmma_rs<T>(o, prob[k], v_desc + (k * 2 * kSwizzleAtomBytes >> 4));
-    wgmma_commit();
+  };
+
+  RingPosition<Traits::kStages> at;
+  if constexpr (Traits::kWarpgroups == 1) {
+    for (int j = 0; j < tiles; ++j, at.advance()) {
+      wait_for(at);
+      start_scores(at.stage);
+      wgmma_wait<0>();
+      wgmma_pin(s);
+      rescale(softmax(j));
+      pack();
+      start_values(at.stage);
+      wgmma_wait<0>();
+      wgmma_pin(o);
+      release(at.stage);
+    }
+  } else {
+    const Turn<Traits::kWarpgroups> turn(warpgroup);
+    wait_for(at);
+    turn.take();
+    start_scores(at.stage);
+    turn.give();
+    wgmma_wait<0>();
+    wgmma_pin(s);
+    softmax(0);
+    pack();
+    for (int j = 1; j < tiles; ++j) {
+      const int before = at.stage;
+      at.advance();
+      wait_for(at);
+      turn.take();
+      start_scores(at.stage);
+      start_values(before);  // of tile j - 1; runs during the softmax
+      turn.give();
+      wgmma_wait<1>();
+      wgmma_pin(s);
+      const float2 shrink = softmax(j);
+      wgmma_wait<0>();
+      wgmma_pin(o);
+      release(before);
+      rescale(shrink);
+      pack();
+    }
+    turn.take();
+    start_values(at.stage);
+    turn.give(true);
     wgmma_wait<0>();
     wgmma_pin(o);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(block.empty(at.stage));
   }
 
 #pragma unroll
@@ -241,8 +314,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   const int tiles = ceil_div(work.end - work.begin, Traits::kTileN);
 
   if (producer >= 0) {
+    if constexpr (Traits::kWarpgroups == 2) shrink_registers<Traits::kProducerRegisters>();
     gqa_sm90_produce<Traits>(p, work, block, kv_head, producer, tiles);
   } else {
+    if constexpr (Traits::kWarpgroups == 2) grow_registers<Traits::kConsumerRegisters>();
     gqa_sm90_consume<Traits>(p, work, block, kv_head, m0, tiles);
   }
 }
