@@ -295,7 +295,13 @@ def main() -> int:
     parser.add_argument(
         "--judge-seconds", type=float, default=120, help="time to wait for judgements after the load"
     )
+    parser.add_argument(
+        "--at-most",
+        type=float,
+        help="seconds of the whole run: the load becomes shorter if the servers start late",
+    )
     args = parser.parse_args()
+    run_began = time.monotonic()
 
     common = ["--dtype", args.dtype, "--context-length", str(args.longest + 512), "--enable-metrics"]
     loaded = [*common, *device_flags(args.device, RUNNING), "--max-total-tokens", str(args.pool),
@@ -324,6 +330,9 @@ def main() -> int:
     tree.generate(prompts[0], sampling_params={"temperature": 0, "max_new_tokens": 40})
     before = idle_load(tree, 20)
     judge = Judge(plain, JUDGED)
+    seconds = args.seconds
+    if args.at_most:  # leaves time to judge the load's answers and plain decoding's, and for the last checks
+        seconds = min(seconds, args.at_most - (time.monotonic() - run_began) - 2 * args.judge_seconds - 10)
     load, began = Load(tree, judge, prompts, args.longest, args.clients), time.monotonic()
 
     def progress(state):
@@ -333,8 +342,8 @@ def main() -> int:
             accept_length=load.accept[0] / max(1, load.accept[1]), greedy=judge.report(),
         )  # fmt: skip
 
-    while time.monotonic() - began < args.seconds and tree.alive():
-        time.sleep(min(10.0, args.seconds / 4))
+    while time.monotonic() - began < seconds and tree.alive():
+        time.sleep(min(10.0, max(0.1, seconds / 4)))
         try:
             progress("loading")
         except requests.RequestException as error:

@@ -34,13 +34,16 @@ class Case(NamedTuple):
     variant: str = "plain"
     least_accepted: int = 50
 
-    def is_possible(self) -> bool:
-        """Whether this machine has the backend."""
-        if self.backend == "flashinfer":
-            return FLASHINFER
-        if self.backend in ("fa3", "flashmla"):
-            return torch.cuda.get_device_capability()[0] == 9
-        return True
+    def obstacle(self) -> str | None:
+        """Why this machine cannot run the case, or None."""
+        major, minor = torch.cuda.get_device_capability()
+        if self.backend == "flashinfer" and not FLASHINFER:
+            return "flashinfer is not installed"
+        if self.backend in ("fa3", "flashmla") and major != 9:
+            return f"{self.backend} has kernels for sm_90 only, and this device is sm_{major}{minor}"
+        if self.backend.startswith("trtllm") and major != 10:
+            return f"{self.backend} has prefill kernels for sm_100 only, and this device is sm_{major}{minor}"
+        return None
 
 
 FA, FLASHINFER_PREFILL = "FlashAttentionBackend", "FlashInferAttnBackend"
@@ -69,8 +72,18 @@ CASES = {
     "flashinfer, page 128": Case(
         "flashinfer", FLASHINFER_PREFILL, dict(page_size=128, chunked_prefill_size=128)
     ),
+    # Upstream's ragged wrapper takes prefills without a prefix, and the paged one takes the others.
     "flashinfer, mla": Case("flashinfer", "FlashInferMLAAttnBackend", {}, "mla plain", 30),
+    "flashinfer, mla, paged only": Case(
+        "flashinfer",
+        "FlashInferMLAAttnBackend",
+        dict(flashinfer_mla_disable_ragged=True),
+        "mla plain",
+        30,
+    ),
     "flashinfer, fp8": Case("flashinfer", FLASHINFER_PREFILL, {}, "fp8 plain", 30),
+    "trtllm": Case("trtllm_mha", "TRTLLMHAAttnBackend", dict(page_size=64)),
+    "trtllm, mla": Case("trtllm_mla", "TRTLLMMLABackend", dict(page_size=64), "mla plain", 30),
 }
 
 
@@ -94,7 +107,7 @@ class PrefillChecks:
     def setUpClass(cls):
         folder, target, drafter = write_models_for(cls)
         cls.cases = {name: case for name, case in CASES.items() if case.backend in cls.backends}
-        possible = {name: case for name, case in cls.cases.items() if case.is_possible()}
+        possible = {name: case for name, case in cls.cases.items() if case.obstacle() is None}
         plain = CUDA | dict(model_path=target)
         variants = {
             "plain": plain,
@@ -120,8 +133,8 @@ class PrefillChecks:
     def test_answers(self):
         for name, case in self.cases.items():
             with self.subTest(name):
-                if not case.is_possible():
-                    self.skipTest(f"{case.backend} is not installed, or not for this device")
+                if obstacle := case.obstacle():
+                    self.skipTest(obstacle)
                 result = self.results[name]
                 if isinstance(result, RuntimeError):
                     self.fail(f"{name}: {result}")
@@ -144,9 +157,9 @@ class TestCompiledPrefillCuda(PrefillChecks, unittest.TestCase):
 
 
 class TestFlashInferPrefillCuda(PrefillChecks, unittest.TestCase):
-    """FlashInfer compiles for minutes at its first use. Upstream's FlashMLA backend prefills on it."""
+    """FlashInfer compiles for minutes at its first use. Upstream's backends of this class prefill on it."""
 
-    backends = ("flashinfer", "flashmla")
+    backends = ("flashinfer", "flashmla", "trtllm_mha", "trtllm_mla")
 
 
 if __name__ == "__main__":
