@@ -55,7 +55,7 @@ def verify(case: Case, layer: int = 0, out=None) -> torch.Tensor:
 def check_verify(case: Case) -> None:
     states = case.states.clone()
     for layer in range(case.layers):
-        got = verify(case, layer).cpu().double()
+        got = verify(case, layer).double()
         for request, slot in enumerate(case.slots):
             rows = got[request * case.nodes :][: case.nodes]
             if slot < 0:
@@ -125,7 +125,7 @@ def check_commit(case: Case, seed: int = 0, track: bool = True) -> None:
                 assert torch.equal(case.states[layer, slot], before[layer, slot]), f"slot {slot} is no one's"
                 continue
             want, node = written[slot]
-            error = (case.states[layer, slot].cpu().double() - want.states[node]).abs()
+            error = (case.states[layer, slot].double() - want.states[node]).abs()
             bound = want.bounds[node][..., None] + UNIT[case.state_dtype] * want.states[node].abs()
             assert (error <= bound * 1.01 + 1e-30).all(), (
                 f"layer {layer} slot {slot}: error {error.max()}, {(error / bound).max()} of the bound"
@@ -283,8 +283,8 @@ def test_many_steps(kind, device):
     rng = random.Random(0)
     case = Case(kind, device, shapes=("bush",), nodes=8, h_k=1, h_v=1, d_k=64, d_v=16)
     slot = case.slots[0]
-    state = case.states[0, slot].cpu().double()
-    bound = torch.zeros(state.shape[:2], dtype=torch.float64)
+    state = case.states[0, slot].double()
+    bound = torch.zeros(state.shape[:2], dtype=torch.float64, device=device)
     for step in range(200):
         new = Case(kind, device, shapes=("bush",), nodes=8, h_k=1, h_v=1, d_k=64, d_v=16, seed=step)
         new.states, new.slots, new.state_indices = case.states, case.slots, case.state_indices
@@ -301,7 +301,7 @@ def test_many_steps(kind, device):
             new.workspace,
             num_nodes=8,
         )
-    error = (case.states[0, slot].cpu().double() - state).norm(dim=-1)
+    error = (case.states[0, slot].double() - state).norm(dim=-1)
     assert (error <= bound).all(), (error / bound).max()
     assert (error <= 1e-3 * state.norm(dim=-1) + 1e-3).all()  # the bound itself means something
 

@@ -62,7 +62,7 @@ def ancestor_words(parents: list[list[int]], words: int) -> torch.Tensor:
 
 @dataclass
 class Case:
-    """One batch. Tensors are on `device`; the recurrence reads them back."""
+    """One batch. Its tensors are on `device`, and so is the recurrence in float64."""
 
     kind: str = "gated"
     device: str = "cpu"
@@ -157,12 +157,12 @@ class Case:
         """Of one node, float64: q, k [h_v, d_k], v [h_v, d_v], g [h_v, 1 or d_k], beta [h_v], skip [h_v]."""
 
         def wide(tensor):
-            return tensor.detach().cpu().double()
+            return tensor.detach().double()
 
         q, k = (wide(t[layer, row]).repeat_interleave(self.h_v // self.h_k, 0) for t in (self.q, self.k))
         if self.normalize:
             q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
-        decay, skip = wide(self.decay[layer]), torch.zeros(self.h_v, dtype=torch.float64)
+        decay, skip = wide(self.decay[layer]), torch.zeros(self.h_v, dtype=torch.float64, device=self.device)
         x = wide(self.a[layer, row]) + wide(self.bias[layer])
         softplus = torch.where(x > 20, x, torch.log1p(torch.exp(x)))
         beta = torch.sigmoid(wide(self.b[layer, row]))
@@ -178,7 +178,10 @@ class Case:
                 wide(self.skip[layer]),
             )
         else:
-            g, beta = -wide(self.decay[layer].exp())[:, None], torch.ones(self.h_v, dtype=torch.float64)
+            g, beta = (
+                -wide(self.decay[layer].exp())[:, None],
+                torch.ones(self.h_v, dtype=torch.float64, device=self.device),
+            )
         return q * self.scale, k, wide(self.v[layer, row]), g, beta, skip
 
 
@@ -204,8 +207,8 @@ def apply_step(state, bound, step, delta: bool, epsilon: float):
 
 def expected(case: Case, request: int, layer: int = 0) -> Expected:
     epsilon = step_epsilon(case.device)
-    stored = case.states[layer, case.slots[request]].cpu().double()
-    zero = torch.zeros(stored.shape[:2], dtype=torch.float64)
+    stored = case.states[layer, case.slots[request]].double()
+    zero = torch.zeros(stored.shape[:2], dtype=torch.float64, device=case.device)
     out = Expected()
     for node, parent in enumerate(case.parents[request]):
         step = case.step(layer, request * case.nodes + node)
