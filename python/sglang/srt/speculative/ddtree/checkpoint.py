@@ -10,6 +10,8 @@ import json
 import os
 from pathlib import Path
 
+from sglang.srt.arg_groups.argument_refused import ArgumentRefused
+
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -30,7 +32,7 @@ def refuse_missing(path: str, *, flag: str, needed: str, revision: str | None, w
         with_weights: whether a folder must have weights.
 
     Raises:
-        ValueError: names the argument, the model and what is missing.
+        ArgumentRefused: names the argument, the model and what is missing.
     """
     from sglang.srt.environ import envs
 
@@ -39,13 +41,13 @@ def refuse_missing(path: str, *, flag: str, needed: str, revision: str | None, w
         found = _missing_in_folder(Path(path), with_weights=with_weights)
     elif os.path.exists(path) or path.endswith(".gguf"):
         kind = "a GGUF file, whose format has no DFlash head" if path.endswith(".gguf") else "a file"
-        raise ValueError(f"DDTREE: {flag}: expected {needed}, got {kind}: {path}.")
+        raise ArgumentRefused(f"DDTREE: {flag}: expected {needed}, got {kind}: {path}.")
     elif os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") != 1:
         found = "which does not exist"
     elif not envs.SGLANG_USE_MODELSCOPE.get():
         found = _missing_on_hub(path, revision, REVISION_FLAGS[flag])
     if found is not None:
-        raise ValueError(f"DDTREE: {flag}: expected {needed}, got {path}, {found}.")
+        raise ArgumentRefused(f"DDTREE: {flag}: expected {needed}, got {path}, {found}.")
 
 
 def is_same_file(path: str, other: str) -> bool:

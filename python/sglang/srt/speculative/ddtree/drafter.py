@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from sglang.srt.arg_groups.argument_refused import ArgumentRefused
 from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.speculative.ddtree.checkpoint import DRAFTER_FLAG, is_same_file, refuse_missing
 
@@ -30,7 +31,7 @@ def refuse_path(args: ServerArgs) -> None:
         args: the server's arguments as the user gave them, with a drafter.
 
     Raises:
-        ValueError: names the drafter and what is missing.
+        ArgumentRefused: names the drafter and what is missing.
     """
     from sglang.srt.utils.common import is_remote_url
 
@@ -38,7 +39,7 @@ def refuse_path(args: ServerArgs) -> None:
     if is_remote_url(path):
         return
     if path == args.model_path or is_same_file(path, args.model_path):
-        raise ValueError(f"DDTREE: {DRAFTER_FLAG}: expected {NEEDED}, got the target itself: {path}.")
+        raise ArgumentRefused(f"DDTREE: {DRAFTER_FLAG}: expected {NEEDED}, got the target itself: {path}.")
     load_format = args.speculative_draft_load_format or args.load_format
     refuse_missing(
         path,
@@ -56,13 +57,13 @@ def refuse_drafter(args: ServerArgs) -> None:
         args: the server's arguments, after refuse_path().
 
     Raises:
-        ValueError: has a line for each fault. It names the drafter, the key of its config.json, what was expected and
+        ArgumentRefused: has a line for each fault. It names the drafter, the key of its config.json, what was expected and
             what was given.
     """
     faults = drafter_faults(drafter_config(args), model_config_of(args).hf_text_config)
     path = args.speculative_draft_model_path
     if lines := [f"DDTREE: {DRAFTER_FLAG}: {path}: config.json: {fault}" for fault in faults]:
-        raise ValueError("\n".join(lines))
+        raise ArgumentRefused("\n".join(lines))
 
 
 def drafter_config(args: ServerArgs) -> PretrainedConfig:
@@ -75,7 +76,7 @@ def drafter_config(args: ServerArgs) -> PretrainedConfig:
         The configuration, with --json-model-override-args applied, as upstream does.
 
     Raises:
-        ValueError: it cannot be read.
+        ArgumentRefused: it cannot be read.
     """
     from sglang.srt.utils.hf_transformers_utils import get_config
 
@@ -88,7 +89,7 @@ def drafter_config(args: ServerArgs) -> PretrainedConfig:
             model_override_args=json.loads(args.json_model_override_args),
         )
     except Exception as error:  # a file that is not JSON, a model_type that nobody knows
-        raise ValueError(
+        raise ArgumentRefused(
             f"DDTREE: {DRAFTER_FLAG}: {path}: config.json: expected the configuration of a DFlash drafter, got one "
             f"that cannot be read: {error}"
         ) from error

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from sgl_kernel.ddtree import MAX_CANDIDATES
+from sglang.srt.arg_groups.argument_refused import ArgumentRefused
 from sglang.srt.speculative.ddtree.candidates import IDENTITY, LogitTransform, top_candidates
 from torch import nn
 
@@ -110,7 +111,7 @@ class Head:
             num_candidates: K.
 
         Raises:
-            ValueError: names the argument, what was expected and what was given.
+            ArgumentRefused: names the argument, what was expected and what was given.
         """
 
     def begin(self, rows: torch.Tensor) -> None:
@@ -233,12 +234,12 @@ class LiLiCorrHead(Head):
     def refuse_widths(cls, config: Any, block_size: int, num_candidates: int) -> None:
         trained, longest = cls.trained_candidates(config), trained_block_size(config)
         if num_candidates != trained:
-            raise ValueError(
+            raise ArgumentRefused(
                 f"DDTREE: --speculative-eagle-topk: expected {trained} or no value, got {num_candidates}: the drafter's "
                 "LiLiCorr head works with as many candidates as it was trained with."
             )
         if block_size > longest:
-            raise ValueError(
+            raise ArgumentRefused(
                 f"DDTREE: --speculative-dflash-block-size: expected at most {longest}, got {block_size}: the drafter's "
                 "LiLiCorr head was trained with no more positions."
             )

@@ -18,6 +18,9 @@ ENTRY_POINT = "ddtree"
 def register() -> None:
     """Add the algorithm DDTREE, its checks, the backend that its drafter uses on a CPU, and a layout of drafters."""
     # Imports are in the functions so that register_on_demand() can report one that fails.
+    from sglang.srt.arg_groups.argument_refused import show_refusals_without_traceback
+
+    show_refusals_without_traceback()
     _register_drafter_parts()
     _register_checks()
     _register_algorithm()  # last: once its name is known, the whole plug-in is in place
@@ -103,16 +106,19 @@ def register_on_demand(name: str) -> CustomSpecAlgo | None:
         The algorithm. None if `name` is not DDTREE.
 
     Raises:
-        ValueError: SGLANG_PLUGINS excludes the plug-in, or the plug-in failed. The text says which.
+        ArgumentRefused: SGLANG_PLUGINS excludes the plug-in.
+        ValueError: the plug-in failed. The text says why.
     """
     if name != ALGORITHM:
         return None
+    from sglang.srt.arg_groups.argument_refused import ArgumentRefused, show_refusals_without_traceback
     from sglang.srt.environ import envs
     from sglang.srt.speculative.spec_registry import get_spec
 
     allowed = envs.SGLANG_PLUGINS.get()
     if allowed and ENTRY_POINT not in (plugin.strip() for plugin in allowed.split(",")):
-        raise ValueError(
+        show_refusals_without_traceback()  # register() did not run
+        raise ArgumentRefused(
             f"--speculative-algorithm {ALGORITHM}: expected SGLANG_PLUGINS to contain {ENTRY_POINT!r} or to be unset, got "
             f"{allowed!r}, which excludes the plug-in"
         )

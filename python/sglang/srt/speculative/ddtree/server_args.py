@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang.srt.arg_groups.argument_refused import ArgumentRefused
 from sglang.srt.arg_groups.overrides import (
     attention_backends_of,
     model_config_of,
@@ -73,12 +74,12 @@ class Refusal(NamedTuple):
     reason: str
 
     def check(self, args: ServerArgs) -> None:
-        """Raise ValueError if the argument has another value."""
+        """Raise ArgumentRefused if the argument has another value."""
         value = getattr(args, self.field)
         if value in self.served:
             return
         expected = " or ".join(repr(served) for served in self.served if served is not None) or "no value"
-        raise ValueError(
+        raise ArgumentRefused(
             f"DDTREE: {_flag(self.field)}: expected {expected}, got {value!r}: {self.reason}. Leave it out, "
             "or serve without DDTREE."
         )
@@ -126,25 +127,25 @@ def refuse_asked_args(args: ServerArgs) -> None:
         args: the server's arguments as the user gave them. Defaults are not filled in yet.
 
     Raises:
-        ValueError: names the argument, what DDTREE supports and what was given.
+        ArgumentRefused: names the argument, what DDTREE supports and what was given.
     """
     if (args.speculative_algorithm or "").upper() != "DDTREE":
         refuse_own_args(args)
         return
     if args.speculative_draft_model_path is None:
-        raise ValueError(
+        raise ArgumentRefused(
             "DDTREE: --speculative-draft-model-path: expected the path of a DFlash drafter, got none: DDTREE "
             "has no drafter of its own."
         )
     for refusal in REFUSALS:
         refusal.check(args)
     if args.page_size is not None and args.page_size < 1:
-        raise ValueError(f"DDTREE: --page-size: expected 1 or more tokens, got {args.page_size}.")
+        raise ArgumentRefused(f"DDTREE: --page-size: expected 1 or more tokens, got {args.page_size}.")
     asked_nodes(args)
     if args.speculative_ddtree_trace is not None:
         refuse_trace(args.speculative_ddtree_trace, args.dp_size)
     if args.speculative_ddtree_budget == AUTO_BUDGET and args.speculative_ddtree_verify != "native":
-        raise ValueError(
+        raise ArgumentRefused(
             "DDTREE: --speculative-ddtree-verify: expected 'native' with --speculative-ddtree-budget auto, got "
             f"{args.speculative_ddtree_verify!r}: the other modes verify trees of one width."
         )
@@ -161,17 +162,17 @@ def asked_nodes(args: ServerArgs) -> int | None:
         N, or None if it has its default.
 
     Raises:
-        ValueError: the budget is neither 'auto' nor a number, or the two arguments differ.
+        ArgumentRefused: the budget is neither 'auto' nor a number, or the two arguments differ.
     """
     budget, num_nodes = args.speculative_ddtree_budget, args.speculative_num_draft_tokens
     if budget in (None, AUTO_BUDGET):
         return num_nodes
     if not str(budget).isdecimal():
-        raise ValueError(
+        raise ArgumentRefused(
             f"DDTREE: --speculative-ddtree-budget: expected 'auto' or a number of nodes, got {budget!r}."
         )
     if num_nodes not in (None, int(budget)):
-        raise ValueError(
+        raise ArgumentRefused(
             f"DDTREE: --speculative-ddtree-budget: expected 'auto' or {num_nodes}, as --speculative-num-draft-tokens, got "
             f"{budget}: both set the nodes of a verify tree."
         )
@@ -186,18 +187,20 @@ def refuse_trace(path: str, dp_size: int) -> None:
         dp_size: replicas of the server.
 
     Raises:
-        ValueError: names the argument, what was expected and what was given.
+        ArgumentRefused: names the argument, what was expected and what was given.
     """
     prefix = "DDTREE: --speculative-ddtree-trace: expected"
     file = Path(path).absolute()
     if not file.parent.is_dir():
-        raise ValueError(f"{prefix} a file in a folder that exists, got {path!r}.")
+        raise ArgumentRefused(f"{prefix} a file in a folder that exists, got {path!r}.")
     if file.is_dir():
-        raise ValueError(f"{prefix} a file, got the folder {path!r}.")
+        raise ArgumentRefused(f"{prefix} a file, got the folder {path!r}.")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"{prefix} a file that this user may write, got {path!r}.")
+        raise ArgumentRefused(f"{prefix} a file that this user may write, got {path!r}.")
     if dp_size > 1:
-        raise ValueError(f"{prefix} --dp-size 1, got {dp_size}: every replica would write the same file.")
+        raise ArgumentRefused(
+            f"{prefix} --dp-size 1, got {dp_size}: every replica would write the same file."
+        )
 
 
 @contextmanager
@@ -222,12 +225,12 @@ def refuse_own_args(args: ServerArgs) -> None:
         args: the arguments of a server without DDTREE.
 
     Raises:
-        ValueError: names the argument.
+        ArgumentRefused: names the argument.
     """
     for field, default in OWN_DEFAULTS.items():
         value = getattr(args, field)
         if value != default:
-            raise ValueError(
+            raise ArgumentRefused(
                 f"DDTREE: {_flag(field)} {value!r}: expected --speculative-algorithm DDTREE, got "
                 f"{args.speculative_algorithm!r}: the argument has no effect without DDTREE."
             )
@@ -240,16 +243,16 @@ def refuse_server_args(args: ServerArgs) -> None:
         args: the server's arguments.
 
     Raises:
-        ValueError: names the argument, what DDTREE supports and what was given.
+        ArgumentRefused: names the argument, what DDTREE supports and what was given.
     """
     device = _device(args)
     if device not in BASE_BACKENDS:
-        raise ValueError(
+        raise ArgumentRefused(
             f"DDTREE: --device: expected one of {sorted(BASE_BACKENDS)}, got {args.device!r}: the tree ops "
             "have no other build."
         )
     if args.grammar_backend == "outlines":
-        raise ValueError(
+        raise ArgumentRefused(
             "DDTREE: --grammar-backend: expected a backend whose grammars can step back from one tree node "
             "to another (xgrammar, llguidance), got 'outlines'."
         )
@@ -257,7 +260,7 @@ def refuse_server_args(args: ServerArgs) -> None:
         refusal.check(args)
     chunk = args.chunked_prefill_size or 0  # 0 or less: prompts are not split
     if chunk > 0 and chunk % args.page_size:
-        raise ValueError(
+        raise ArgumentRefused(
             f"DDTREE: --page-size: expected a divisor of --chunked-prefill-size, which is {chunk}, got "
             f"{args.page_size}: SGLang splits a prompt at page boundaries only."
         )
@@ -270,7 +273,7 @@ def resolve_server_args(args: ServerArgs) -> None:
         args: the server's arguments, after refuse_server_args().
 
     Raises:
-        ValueError: a width, an attention backend or a memory need that DDTREE cannot serve.
+        ArgumentRefused: a width, an attention backend or a memory need that DDTREE cannot serve.
     """
     choose_attention_backends(args)
     resolve_widths(args)
@@ -296,14 +299,14 @@ def choose_attention_backends(args: ServerArgs) -> None:
         args: the server's arguments.
 
     Raises:
-        ValueError: a backend that cannot prefill for DDTREE, or a decoding backend other than the base.
+        ArgumentRefused: a backend that cannot prefill for DDTREE, or a decoding backend other than the base.
     """
     device = _device(args)
     base, fit = BASE_BACKENDS[device], PREFILL_BACKENDS[device]
     asked = args._raw_input
     decode = asked["decode_attention_backend"]
     if decode not in (None, base):
-        raise ValueError(
+        raise ArgumentRefused(
             f"DDTREE: --decode-attention-backend: expected {base!r} on {device}, got {decode!r}: tree verify "
             f"reads the KV metadata of {base}. Only prefill can use another backend: "
             "--prefill-attention-backend."
@@ -316,7 +319,7 @@ def choose_attention_backends(args: ServerArgs) -> None:
         prefill = base
     for value in (named or prefill, prefill):
         if value not in fit:
-            raise ValueError(
+            raise ArgumentRefused(
                 f"DDTREE: {_flag(field)}: expected one of {list(fit)} on {device}, got {value!r}: "
                 f"{UNFIT_BACKENDS.get(value, 'it is for another device or was never tried')}. Leave the "
                 f"argument out, or name {base}."
@@ -326,7 +329,12 @@ def choose_attention_backends(args: ServerArgs) -> None:
     args.decode_attention_backend = base
     args.speculative_attention_mode = "decode"  # sends the verify to the decoding backend, not to prefill's
     args.speculative_draft_attention_backend = drafter
-    logger.info("DDTREE: prefill runs on %s, verify wraps %s, the drafter wraps %s.", prefill, base, drafter)
+    logger.info(
+        "DDTREE: attention backends: prefill %s; verify %s and drafter %s, both wrapped for trees.",
+        prefill,
+        base,
+        drafter,
+    )
 
 
 def resolve_widths(args: ServerArgs) -> None:
@@ -339,7 +347,7 @@ def resolve_widths(args: ServerArgs) -> None:
         args: the server's arguments.
 
     Raises:
-        ValueError: a width outside the limits of the tree ops or of the drafter's head.
+        ArgumentRefused: a width outside the limits of the tree ops or of the drafter's head.
     """
     # Here and not above: the plug-in is imported by every process, and this import loads the op libraries.
     from sgl_kernel.ddtree import MAX_CANDIDATES, MAX_DEPTH, MAX_NODES, MAX_RECURRENT_NODES
@@ -370,7 +378,7 @@ def resolve_widths(args: ServerArgs) -> None:
             limit = (
                 "; with recurrent layers, the tree ops support no more" if high == MAX_RECURRENT_NODES else ""
             )
-            raise ValueError(f"DDTREE: {flag}: expected {low} to {high}, got {value}{limit}.")
+            raise ArgumentRefused(f"DDTREE: {flag}: expected {low} to {high}, got {value}{limit}.")
     head.refuse_widths(config, block_size, num_candidates)
     if block_size > num_nodes:
         logger.warning(
@@ -393,6 +401,12 @@ def resolve_widths(args: ServerArgs) -> None:
             num_nodes,
         )
         num_nodes = prefixes + 1
+    logger.info(
+        "DDTREE: trees of up to %d nodes (N); a draft pass has %d positions (F) with %d candidates each (K).",
+        num_nodes,
+        block_size,
+        num_candidates,
+    )
     args.speculative_num_steps = 1
     args.speculative_eagle_topk = num_candidates
     args.speculative_dflash_block_size = block_size
@@ -409,7 +423,7 @@ def reserve_verify_memory(args: ServerArgs) -> None:
         args: the server's arguments, with widths and --max-running-requests resolved.
 
     Raises:
-        ValueError: the verify needs more than upstream leaves for weights and KV cache.
+        ArgumentRefused: the verify needs more than upstream leaves for weights and KV cache.
     """
     from sglang.srt.utils.common import get_device_memory_capacity
 
@@ -422,7 +436,7 @@ def reserve_verify_memory(args: ServerArgs) -> None:
     needed = verify_memory(args)
     fraction = round(args.mem_fraction_static - needed / capacity, 3)
     if fraction <= 0:
-        raise ValueError(
+        raise ArgumentRefused(
             "DDTREE: --max-running-requests x --speculative-num-draft-tokens: expected a verify that leaves "
             f"room for the model, got {args.max_running_requests} x {args.speculative_num_draft_tokens}, "
             f"which needs {needed:.0f} of {capacity:.0f} MB: lower one of them, or set --mem-fraction-static."

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from sglang.srt.arg_groups.argument_refused import ArgumentRefused
 from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import (
@@ -123,17 +124,17 @@ def refuse_target(args: ServerArgs) -> None:
         args: the server's arguments.
 
     Raises:
-        ValueError: names the target, what was expected and what was given.
+        ArgumentRefused: names the target, what was expected and what was given.
     """
     config = model_config_of(args)
     prefix = f"DDTREE: {TARGET_FLAG}: {args.model_path}: expected"
     if (kind := _sparse_kind(config)) is not None:
-        raise ValueError(
+        raise ArgumentRefused(
             f"{prefix} layers that keep one row of K and V per token, got {kind}: its other data per token would "
             "not move with the accepted KV."
         )
     if mambaish_config(config) is not None and (gaps := kind_gaps(config)):
-        raise ValueError(f"{prefix} recurrent layers that the tree ops cover, got {gaps[0]}.")
+        raise ArgumentRefused(f"{prefix} recurrent layers that the tree ops cover, got {gaps[0]}.")
 
 
 def _sparse_kind(config: ModelConfig) -> str | None:

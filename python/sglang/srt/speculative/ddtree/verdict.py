@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.arg_groups.argument_refused import ArgumentRefused
 from sglang.srt.arg_groups.overrides import attention_backends_of
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.runtime_context import override_platform
@@ -110,7 +111,7 @@ def check_args(args: ServerArgs) -> Verdict:
 def _sentences(error: Exception) -> list[str]:
     """Return the reasons in DDTREE's own error, or one line for any other error."""
     lines = str(error).splitlines() or ["no message"]
-    if isinstance(error, ValueError) and lines[0].startswith("DDTREE: "):
+    if isinstance(error, ArgumentRefused):
         return lines
     return [f"SGLang refuses it with {type(error).__name__}: {lines[0]}"]
 
@@ -131,7 +132,7 @@ def answer(args: ServerArgs) -> int:
 
 
 def _refuse_missing_target(target: str, revision: str | None) -> None:
-    """Raise ValueError for a missing target, before upstream asks the hub for it again and again."""
+    """Raise ArgumentRefused for a missing target, before upstream asks the hub for it again and again."""
     from sglang.srt.utils.common import is_remote_url
 
     if not is_remote_url(target) and not target.endswith(".gguf"):

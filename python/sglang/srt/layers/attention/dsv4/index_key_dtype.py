@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from sglang.srt.arg_groups.arg_utils import A
+from sglang.srt.arg_groups.argument_refused import ArgumentRefused, show_refusals_without_traceback
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -41,6 +42,8 @@ def register() -> None:
     """Entry point `sglang.srt.plugins`: check the argument, and let it choose the attention backend."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention import attention_registry
+
+    show_refusals_without_traceback()
 
     # The first step that knows the device and reads the model's configuration.
     @register_resolution_hook("handle_model_specific_adjustments")
@@ -74,24 +77,24 @@ def refuse_server_args(args: ServerArgs, hf_config: Any) -> None:
         hf_config: the model's configuration.
 
     Raises:
-        ValueError: names the argument, what was expected and what was given.
+        ArgumentRefused: names the argument, what was expected and what was given.
     """
     import torch
 
     for field, served, reason in REFUSALS:
         given = getattr(args, field)
         if given != served:
-            raise ValueError(
+            raise ArgumentRefused(
                 f"{FLAG}: --{field.replace('_', '-')}: expected {served!r}, got {given!r}: {reason}."
             )
     if torch.version.hip:
-        raise ValueError(f"{FLAG}: expected a CUDA build of torch, got ROCm {torch.version.hip}.")
+        raise ArgumentRefused(f"{FLAG}: expected a CUDA build of torch, got ROCm {torch.version.hip}.")
     architectures = getattr(hf_config, "architectures", None) or []
     if ARCHITECTURE not in architectures:
-        raise ValueError(f"{FLAG}: --model-path: expected a {ARCHITECTURE}, got {architectures}.")
+        raise ArgumentRefused(f"{FLAG}: --model-path: expected a {ARCHITECTURE}, got {architectures}.")
     ratios = sorted(set(getattr(hf_config, "compress_ratios", ())))
     if C4 not in ratios:
-        raise ValueError(
+        raise ArgumentRefused(
             f"{FLAG}: --model-path: expected layers of compress ratio {C4}, got ratios {ratios}."
         )
 
