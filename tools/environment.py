@@ -30,6 +30,7 @@ from tools.upstream import ROOT, Pins
 ENVIRONMENTS = ROOT / "build" / "environments"
 LINK = ROOT / ".venv"
 LOG = ROOT / "build" / "install.log"
+ONLY_LOGGED = ("WARNING: Location", " + ")  # pip's note on its own cache, and uv's line per installed package
 STAMP = "made-from.json"  # in a complete environment: its digest, profile and Python
 
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
@@ -205,7 +206,7 @@ class Steps:
             for line in process.stdout or ():
                 log.write(line)
                 last.append(line)
-                if not line.startswith("WARNING: Location"):
+                if not line.startswith(ONLY_LOGGED):
                     print("      " + line.rstrip()[:160], flush=True)
             status = process.wait()
         if status:
@@ -240,7 +241,7 @@ def reason(profile: str, current: Path | None) -> str:
         current: the folder that `.venv` points to.
     """
     here = f"Python {running_python()} ({sys.executable})"
-    cost = f"{COST[profile]}; the output goes to {os.path.relpath(LOG, ROOT)}"
+    cost = f"{COST[profile]}; the whole output goes to {os.path.relpath(LOG, ROOT)}"
     old = made_from(current) if current else None
     if not current or not old:
         return f"Making .venv for the {profile} profile and {here}: {cost}."

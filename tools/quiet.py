@@ -19,6 +19,10 @@ HIDDEN = {
     "a deprecation that concerns upstream's HTTP server": r".*: FastAPIDeprecationWarning: ",
     "this tool's own requests until the server is ready": r'INFO: .* "GET /health HTTP/1\.1" 503 ',
     "the note that a draft block has another size than config.json says": r"DFLASH block size mismatch: ",
+    "steps of the start that succeed or do not apply": (
+        r"(Memory baseline taken|Init parallel |init_threads_binding: |init_cpu_threads_env and shared memory"
+        r"|Cannot detect CUDA architecture|Fail to set RLIMIT_|kill_process_tree called: )"
+    ),
     "models whose packages are not installed": r"Ignore import error when loading sglang\.srt\.models\.",
     "what Triton's bindings leak when a process ends": (
         r"nanobind: (leaked|this is likely caused)| - leaked \w+ | - \.\.\. skipped remainder"

@@ -32,9 +32,11 @@ from tools.quiet import relay
 from tools.upstream import ROOT
 
 DEFAULT_PORT = 30000
-CPU_TOKENS = (
-    65536  # of the demo's KV pool. Upstream's default takes half of the memory, which is slow to clear
-)
+# Of the demo's KV pool. Upstream's default takes half of the memory, which is slow to clear.
+CPU_TOKENS = 65536
+# On a CPU each node of the tree costs computation. On a GPU the algorithm's own default is as cheap. A draft pass
+# need not be longer than the tree.
+CPU_WIDTHS = ["--speculative-num-draft-tokens", "8", "--speculative-dflash-block-size", "8"]
 DEMO_DRAFTER = ROOT / "demo" / "SmolLM2-135M-DFlash"
 QUESTION = "Write a Python function that returns the n-th Fibonacci number."
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
@@ -126,10 +128,7 @@ def speculation(further: list[str]) -> list[str]:
     if is_given("--speculative-", further):
         return []
     flags = ["--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(DEMO_DRAFTER)]
-    if on_cpu():
-        # On a CPU each node of the tree costs computation. On a GPU the algorithm's own default is as cheap.
-        flags += ["--speculative-num-draft-tokens", "8"]
-    return flags
+    return flags + (CPU_WIDTHS if on_cpu() else [])
 
 
 def on_cpu() -> bool:

@@ -52,7 +52,7 @@ class TestChooseThreads(CustomTestCase):
             self.choose(["TARGET", "DRAFTER"], busy=3)  # of a tool
         levels = [record.levelname for record in logged.records]
         self.assertEqual(levels, ["WARNING", "WARNING", "INFO", "INFO"])
-        self.assertIn("CPU threads: 5 for each of 1 rank(s)", logged.output[0])
+        self.assertIn("CPU threads per rank: 5 (ranks: 1)", logged.output[0])
 
 
 class TestWhatIsRead(CustomTestCase):

@@ -62,6 +62,11 @@ NOISE = (
     "/x/routing.py:381: FastAPIDeprecationWarning: ORJSONResponse is deprecated, FastAPI now serializes data",
     "  return await dependant.call(**values)",
     '[2026-11-30 08:00:58] INFO:     127.0.0.1:40080 - "GET /health HTTP/1.1" 503 Service Unavailable',
+    "[2026-11-30 08:00:24] Fail to set RLIMIT_NOFILE: current limit exceeds maximum limit",
+    "[2026-11-30 08:00:24] Init parallel begin.",
+    "[2026-11-30 08:00:24] Memory baseline taken. mem usage=0.00 GB",
+    "[2026-11-30 08:00:24] Cannot detect CUDA architecture.",
+    "[2026-11-30 08:01:43] kill_process_tree called: parent_pid=5867, include_parent=False, pid=5867",
     "[2026-11-30 08:00:58] DFLASH block size mismatch: using speculative_num_draft_tokens=8 but draft config",
 )
 SINGLE_SOURCES = ("upstream.toml", "pyproject.toml", "LICENSE", "NOTICE")
@@ -489,11 +494,12 @@ class TestServe(CustomTestCase):
         self.assertEqual(sink.getvalue(), b"loading  50%\rlast\n")
 
     def test_the_demo_model_is_served_with_ddtree_on_a_cpu_and_on_cuda(self):
-        for kernel, nodes in (("0.4.10+cpu", ["--speculative-num-draft-tokens", "8"]), ("0.4.10", [])):
+        widths = ["--speculative-num-draft-tokens", "8", "--speculative-dflash-block-size", "8"]
+        for kernel, given in (("0.4.10+cpu", widths), ("0.4.10", [])):
             with mock.patch.object(serve, "version", return_value=kernel):
                 flags = serve.speculation(["--tp-size", "1"])
                 self.assertEqual(flags[:3:2], ["--speculative-algorithm", "--speculative-draft-model-path"])
-                self.assertEqual((flags[1], Path(flags[3]).is_dir(), flags[4:]), ("DDTREE", True, nodes))
+                self.assertEqual((flags[1], Path(flags[3]).is_dir(), flags[4:]), ("DDTREE", True, given))
                 self.assertEqual(serve.speculation(["--speculative-algorithm=NGRAM"]), [])
 
     def test_the_demos_kv_pool_is_small_on_a_cpu(self):

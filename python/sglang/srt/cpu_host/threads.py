@@ -42,7 +42,7 @@ def choose_threads(argv: list[str]) -> None:
     serves = option_value(argv, "--model-path", "--model") is not None or argv[:1] == ["serve"]
     logger.log(
         logging.WARNING if serves and threads * ranks < len(cores) else logging.INFO,
-        "CPU threads: %d for each of %d rank(s); this process may use %.3g of %d cores, and %.1f were busy. "
+        "CPU threads per rank: %d (ranks: %d). This process may use %.3g of %d cores, of which %.1f are busy. "
         "Set %s to choose another number.",
         threads, ranks, allowed, len(cores), busy, COUNT,
     )  # fmt: skip
