@@ -70,7 +70,7 @@ run_file() {
   timeout --signal=INT --kill-after=10 $((deadline > SECONDS ? deadline - SECONDS : 1)) \
     python -m pytest -ra --tb=short -p no:cacheprovider --durations=5 "$file" >"$log" 2>&1
   status=$?
-  closing=$(grep -E '[0-9]+ (passed|failed|skipped|error)|no tests ran' "$log" | tail -1 | tr -d '=')
+  closing=$(grep -aE '[0-9]+ (passed|failed|skipped|error)|no tests ran' "$log" | tail -1 | tr -d '=')
   echo "$file: ${closing:-no closing line} (exit $status, $((SECONDS - began)) s)" | tee -a "$out/summary.txt"
   return $status
 }
