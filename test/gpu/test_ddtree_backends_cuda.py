@@ -37,8 +37,8 @@ class Case(NamedTuple):
     def obstacle(self) -> str | None:
         """Why this machine cannot run the case, or None."""
         major, minor = torch.cuda.get_device_capability()
-        if self.backend == "flashinfer" and not FLASHINFER:
-            return "flashinfer is not installed"
+        if self.backend in ("flashinfer", "flashmla", "trtllm_mha", "trtllm_mla") and not FLASHINFER:
+            return f"{self.backend} prefills on FlashInfer, which is not installed"
         if self.backend in ("fa3", "flashmla") and major != 9:
             return f"{self.backend} has kernels for sm_90 only, and this device is sm_{major}{minor}"
         if self.backend.startswith("trtllm") and major != 10:
