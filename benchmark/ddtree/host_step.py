@@ -37,6 +37,7 @@ import torch
 from support.engine import Engine
 from support.processes import EngineProcess
 
+from benchmark.ddtree.medians import median_and_interval
 from benchmark.ddtree.record import origin, save
 from benchmark.ddtree.shapes import BLOCK_SIZE, SHAPES, randomize, write_configs
 from benchmark.ddtree.stages import WAIT, Stages, read_trace, watch
@@ -61,7 +62,7 @@ class Batch(NamedTuple):
 
 
 def decode(engine: Engine, batch: Batch, tokens: int) -> None:
-    """Answers a batch with `tokens` tokens per prompt."""
+    """Answer a batch with `tokens` tokens per prompt."""
     engine.generate(batch.prompts, temperature=batch.temperature, max_new_tokens=tokens, ignore_eos=True)
 
 
@@ -144,11 +145,11 @@ class Widths:
         return self._control is not None
 
     def can_be(self, width: int) -> bool:
-        """Returns whether the engine can run steps of this width by order."""
+        """Return whether the engine can run steps of this width by order."""
         return self.are_chosen and width in self._budget.widths
 
     def fix(self, width: int | None) -> None:
-        """Orders a width for the next steps, of which the budget learns nothing. None: the budget chooses again."""
+        """Fix the width of the next steps, and let the budget learn nothing from them. None: the budget chooses again."""
         if self._control is not None:
             self._control.budget = self._budget if width is None else OneWidth(width)
 
@@ -160,7 +161,7 @@ class Widths:
         return width
 
     def take(self) -> dict[str, Any]:
-        """Returns fields of a row: steps by width since the last call, and by width tokens and ms expected of a step.
+        """Return fields of a row: the steps since the last call by width, and the tokens and ms expected of a step by width.
 
         The expectations are of the last load of the most requests. Without auto there are no fields.
         """
@@ -176,7 +177,7 @@ class Widths:
 
 
 def profile(engine: Engine, stages: Stages, batch: Batch) -> dict[str, Any]:
-    """Returns read_trace() of a short answer to a batch. Arguments as for time_stages()."""
+    """Return read_trace() of a short answer to a batch. The arguments are those of time_stages()."""
     cuda = engine.args.device == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU] + cuda * [torch.profiler.ProfilerActivity.CUDA]
     stages.begin(len(batch.prompts))
@@ -194,7 +195,7 @@ def profile(engine: Engine, stages: Stages, batch: Batch) -> dict[str, Any]:
 
 
 def fill_cache(engine: Engine, prompts: list[list[int]]) -> None:
-    """Puts the prompts into the radix cache with random KV, of target and drafter.
+    """Put the prompts into the radix cache with random KV, of target and drafter.
 
     A prefill of sixteen prompts of 32,768 tokens takes half a minute per engine, and no step time depends on its values.
 
@@ -236,7 +237,7 @@ class Measurement:
         self._may_start = may_start
 
     def before(self) -> None:
-        """Imports what an engine needs, and waits for the group's turn.
+        """Import what an engine needs, and wait for the group's turn.
 
         It skips DFLASH's rehearsal of sampling, for which FlashInfer compiles for two minutes. All answers are greedy.
         """
@@ -257,7 +258,7 @@ class Measurement:
         batches: list[dict[str, list[Batch]]],
         options: argparse.Namespace,
     ) -> None:
-        """Measures each batch of each round.
+        """Measure each batch of each round.
 
         Args:
             engine: to measure.
@@ -319,7 +320,7 @@ class Measurement:
         turn: int,
         options: argparse.Namespace,
     ) -> dict[str, Any]:
-        """Returns the fields of a row. Raises ValueError if the answers are too short."""
+        """Return the fields of a row. Raises ValueError if the answers are too short."""
         widths.take()
         if stand_in is not None:
             stand_in.begin(batches[0].temperature, len(batches[0].prompts))
@@ -372,7 +373,7 @@ def keep(rows: Any, result: dict[str, Any], output: Path, options: argparse.Name
 
 
 def show(case: str, row: dict[str, Any], kernels: int) -> None:
-    """Prints a row: its stages, longest host time first, and the longest kernels."""
+    """Print a row: its stages, longest host time first, and the longest kernels."""
     print(
         f"\n== {case}, {row['batch']}: {row['step_us']:.0f} us per step, host busy {row['host_busy_us']:.0f}, waited for "
         f"the device {row['waited_us']:.0f}; {row['tokens_per_step']:.2f} tokens per step, {row['steps']} steps"
@@ -395,25 +396,13 @@ def show(case: str, row: dict[str, Any], kernels: int) -> None:
 
 
 def tokens_per_second(row: dict[str, Any]) -> float:
-    """Returns the tokens that a row's batch emits per second of decoding."""
+    """Return the tokens that a row's batch emits per second of decoding."""
     requests = int(row["batch"].split()[1].rstrip(","))
     return 1e6 * requests * row["tokens_per_step"] / row["step_us"]
 
 
-def median_and_interval(values: list[float]) -> tuple[float, float, float]:
-    """Returns the median, and the ends of an interval that holds the true median with at least 95% confidence.
-
-    The ends are order statistics, so nothing is assumed of the distribution. With fewer than six values they are the
-    least and the greatest one, and confidence is less.
-    """
-    values, n, cut = sorted(values), len(values), 0
-    while sum(math.comb(n, i) for i in range(cut + 2)) <= 0.025 * 2**n:
-        cut += 1
-    return statistics.median(values), values[cut], values[n - 1 - cut]
-
-
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row per case and batch: medians over the rounds, each with its interval. The first of several is left out.
+    """Return a row per case and batch: medians over the rounds, each with its interval. The first of several is left out.
 
     Ratios compare tokens per second round by round. `ratio_to_best` is to the fastest other case, auto left out;
     `ratio_to_CASE` to plain decoding and DFLASH. `tpot_ms` has the median and the 99th percentile of all requests.
@@ -450,7 +439,7 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show_all(rows: list[dict[str, Any]], summary: list[dict[str, Any]]) -> None:
-    """Prints a line per case and batch: times of a step in microseconds, tokens per step and second, and ratios."""
+    """Print a line per case and batch: times of a step in microseconds, tokens per step and second, and ratios."""
     width = max([len(row["case"]) for row in summary], default=0)
     device = {(row["case"], row["batch"]): row.get("profile", {}).get("device_us") for row in rows}
     print(
@@ -474,7 +463,7 @@ def show_all(rows: list[dict[str, Any]], summary: list[dict[str, Any]]) -> None:
 def engine_arguments(
     case: str, plain: dict[str, Any], drafted: dict[str, Any], backend: str | None
 ) -> dict[str, Any]:
-    """Returns the arguments of a case's engine.
+    """Return the arguments of a case's engine.
 
     Args:
         case: none, DFLASH or DDTREE, and any number of :N and :FIELD=VALUE, as in DDTREE:16:attention_backend=triton.
@@ -500,7 +489,7 @@ def engine_arguments(
 
 
 def batches_of(options: argparse.Namespace, turn: int) -> dict[str, list[Batch]]:
-    """Returns the batches of each row of a round, by the row's name.
+    """Return the batches of each row of a round, by the row's name.
 
     A model gets given prompts, other ones each round. A shape gets made-up ones, the same ones each round; the shorter
     ones are prefixes of the longer ones.
@@ -531,7 +520,7 @@ def batches_of(options: argparse.Namespace, turn: int) -> dict[str, list[Batch]]
 
 
 def results_path(topic: str, result: dict[str, Any]) -> Path:
-    """Returns results/<gpu or cpu>-<date>-<commit7>-<topic>.json."""
+    """Return results/<gpu or cpu>-<date>-<commit7>-<topic>.json."""
     gpu = result["gpu"].removeprefix("NVIDIA ").split()[0].lower() if "gpu" in result else "cpu"
     today = datetime.date.today().isoformat()
     return FOLDER / "results" / f"{gpu}-{today}-{result['commit'][:7]}-{topic}.json"

@@ -5,7 +5,7 @@ streams, clients that hang up, and requests that are aborted. With --pool 5120 t
 all of them. At the same time a plain server judges each token of every greedy answer by one prefill (see
 bench_server.py). Afterwards the load that the server reports must be what it was before.
 
-In a 16-bit type a token can be a near-tie of the first choice, and how often and how far depends on the
+In a 16-bit type a token can be a near tie of the first choice, and how often and how far depends on the
 model. So plain decoding answers some of the same requests too, and is judged in the same way. DDTREE's tokens
 must not miss the first choice more often than plain decoding's, and none by more than --tolerance.
 
@@ -16,6 +16,7 @@ It writes its progress into the output every ten seconds, and exits with 1 if so
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -26,7 +27,9 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import requests
 
@@ -278,7 +281,8 @@ def idle_load(server: Server, seconds: float) -> dict:
         time.sleep(0.5)
 
 
-def main() -> int:
+def parse() -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = measurement_parser(__doc__, port=12500, start_seconds=300)
     parser.set_defaults(logs=Path("/tmp/ddtree-load"))
     parser.add_argument("--case", default="DDTREE:32", help="case, as in bench_server.py")
@@ -287,7 +291,7 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=3000, help="most tokens per prompt")
     parser.add_argument("--pool", type=int, default=24576, help="tokens of the KV pool")
     parser.add_argument(
-        "--tolerance", type=float, default=1.0, help="largest gap in the logit that counts as a near-tie"
+        "--tolerance", type=float, default=1.0, help="largest gap in the logit that counts as a near tie"
     )
     parser.add_argument(
         "--own", type=int, default=400, help="greedy requests that plain decoding answers too"
@@ -300,99 +304,143 @@ def main() -> int:
         type=float,
         help="seconds of the whole run: the load becomes shorter if the servers start late",
     )
-    args = parser.parse_args()
-    run_began = time.monotonic()
+    return parser.parse_args()
 
+
+def server_flags(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the flags of the server under load and of the one that judges it."""
     common = ["--dtype", args.dtype, "--context-length", str(args.longest + 512), "--enable-metrics"]
     loaded = [*common, *device_flags(args.device, RUNNING), "--max-total-tokens", str(args.pool),
               "--chunked-prefill-size", "1024", *flags(args.case, args.drafter)]  # fmt: skip
     judging = [*common, *device_flags(args.device, JUDGED)]
     judging += ["--max-total-tokens", str(JUDGED * (args.longest + 512))]
-    prompts = json.loads(args.prompts.read_text())
+    return {"loaded": loaded, "judging": judging}
+
+
+def duration(args: argparse.Namespace, run_began: float) -> float:
+    """Return the seconds of the load. With --at-most they leave time to judge both servers' answers."""
+    if not args.at_most:
+        return args.seconds
+    return min(args.seconds, args.at_most - (time.monotonic() - run_began) - 2 * args.judge_seconds - 10)
+
+
+class Run:
+    """The load on one server, the verdicts on its answers, and the results file, which shows how far the run is.
+
+    Args:
+        args: the arguments of the command line.
+        note: writes fields into the results file.
+        tree: the server under load.
+        plain: the server that decodes plainly.
+    """
+
+    def __init__(self, args: argparse.Namespace, note: Callable[..., None], tree: Server, plain: Server):
+        self.args, self.note, self.tree, self.plain = args, note, tree, plain
+        self.prompts = json.loads(args.prompts.read_text())
+        tree.generate(self.prompts[0], sampling_params={"temperature": 0, "max_new_tokens": 40})
+        self.before = idle_load(tree, 20)
+        self.judge = Judge(plain, JUDGED)
+        self.began = time.monotonic()
+        self.load = Load(tree, self.judge, self.prompts, args.longest, args.clients)
+
+    def progress(self, state: str) -> None:
+        """Write what the run has found so far."""
+        load = self.load
+        self.note(
+            state=state, seconds=round(time.monotonic() - self.began, 1), requests=sum(load.done.values()),
+            kinds=load.done, wrong=load.wrong[:50], wrong_count=len(load.wrong), before=self.before,
+            during=load_of(self.tree), accept_length=load.accept[0] / max(1, load.accept[1]), greedy=self.judge.report(),
+        )  # fmt: skip
+
+    def keep_loading(self, seconds: float) -> bool:
+        """Let the clients send requests for `seconds`. Return whether the server is still alive."""
+        while time.monotonic() - self.began < seconds and self.tree.alive():
+            time.sleep(min(10.0, max(0.1, seconds / 4)))
+            try:
+                self.progress("loading")
+            except requests.RequestException as error:
+                self.load.wrong.append(f"/v1/loads: {error!r}"[:300])
+        self.load.stop(60)
+        return self.tree.alive()
+
+    def judge_plain_decoding(self) -> Judge:
+        """Let plain decoding answer some of the judged requests, and return the judge of these answers."""
+        own = Judge(self.plain, JUDGED)
+
+        def answer(session: requests.Session, number: int) -> None:
+            job = plan(number, self.prompts, self.args.longest)
+            answered = self.plain.generate(job["prompt"], session=session, sampling_params=job["sampling"])
+            own.add(number, job["prompt"], answered["output_ids"])
+
+        judged = self.load.judged
+        closed_loop(random.Random(0).sample(judged, min(self.args.own, len(judged))), JUDGED, answer)
+        own.finish(self.args.judge_seconds)
+        return own
+
+    def faults(self, own: Judge, unjudged: int, after: dict) -> Iterator[str]:
+        """Yield what was wrong with the run as a whole.
+
+        Args:
+            own: the judge of plain decoding's answers.
+            unjudged: answers of the load that were not judged in time.
+            after: the server's load, after the last answer.
+        """
+        yield from self.judge.wrong
+        far = self.judge.above(self.args.tolerance)
+        if far:
+            yield f"{far} greedy tokens are more than {self.args.tolerance} below the first choice"
+        for bound in BOUNDS:
+            counts = self.judge.above(bound), len(self.judge.gaps), own.above(bound), len(own.gaps)
+            if more_often(*counts):
+                yield "gaps above {} for {} of {} greedy tokens, but {} of {} of plain decoding's".format(
+                    bound, *counts
+                )
+        if unjudged:
+            yield f"{unjudged} greedy answers were not judged in {self.args.judge_seconds:.0f} s after the load"
+        if after != self.before:
+            yield f"load: expected {self.before} as before, got {after}"
+
+    def complete(self, own: Judge, after: dict) -> None:
+        """Write the last fields of the results file."""
+        metrics = requests.get(f"{self.tree.url}/metrics", timeout=60).text
+        self.note(
+            state="complete", after=after, wrong=self.load.wrong[:50], wrong_count=len(self.load.wrong),
+            greedy=self.judge.report() | {"plain_decoding": own.report()},
+            furthest=[dict(gap=gap, request=number, output=output)
+                      for gap, number, output in reversed(self.judge.furthest)],
+            metrics=[line for line in metrics.splitlines()
+                     if line.startswith(("sglang:ddtree", "sglang:num_retracted", "sglang:token_usage"))],
+        )  # fmt: skip
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    args = parse()
+    run_began = time.monotonic()
     result = origin(args) | dict(dtype=args.dtype)
 
-    def note(**more):
+    def note(**more: Any) -> None:
         result.update(more)
         save(result, args.output)
 
     note(state="starting")
-    servers = start(
-        args.model,
-        {"loaded": loaded, "judging": judging},
-        args.logs,
-        port=args.port,
-        seconds=args.start_seconds,
-    )
+    servers = start(args.model, server_flags(args), args.logs, port=args.port, seconds=args.start_seconds)
     if len(servers) < 2:
         note(state="a server did not start")
         return 1
-    tree, plain = servers["loaded"], servers["judging"]
-    tree.generate(prompts[0], sampling_params={"temperature": 0, "max_new_tokens": 40})
-    before = idle_load(tree, 20)
-    judge = Judge(plain, JUDGED)
-    seconds = args.seconds
-    if args.at_most:  # leaves time to judge the load's answers and plain decoding's, and for the last checks
-        seconds = min(seconds, args.at_most - (time.monotonic() - run_began) - 2 * args.judge_seconds - 10)
-    load, began = Load(tree, judge, prompts, args.longest, args.clients), time.monotonic()
-
-    def progress(state):
-        note(
-            state=state, seconds=round(time.monotonic() - began, 1), requests=sum(load.done.values()), kinds=load.done,
-            wrong=load.wrong[:50], wrong_count=len(load.wrong), before=before, during=load_of(tree),
-            accept_length=load.accept[0] / max(1, load.accept[1]), greedy=judge.report(),
-        )  # fmt: skip
-
-    while time.monotonic() - began < seconds and tree.alive():
-        time.sleep(min(10.0, max(0.1, seconds / 4)))
-        try:
-            progress("loading")
-        except requests.RequestException as error:
-            load.wrong.append(f"/v1/loads: {error!r}"[:300])
-    load.stop(60)
-    if not tree.alive():
-        note(state="crashed", wrong=load.wrong[:50], wrong_count=len(load.wrong))
+    run = Run(args, note, servers["loaded"], servers["judging"])
+    if not run.keep_loading(duration(args, run_began)):
+        note(state="crashed", wrong=run.load.wrong[:50], wrong_count=len(run.load.wrong))
         return 1
-    after = idle_load(tree, 20)
-    progress("judging")
-    unjudged = judge.finish(args.judge_seconds)
-    progress("judged")
-
-    def answer(session, number):
-        job = plan(number, prompts, args.longest)
-        answered = plain.generate(job["prompt"], session=session, sampling_params=job["sampling"])
-        own.add(number, job["prompt"], answered["output_ids"])
-
-    own = Judge(plain, JUDGED)
-    closed_loop(random.Random(0).sample(load.judged, min(args.own, len(load.judged))), JUDGED, answer)
-    own.finish(args.judge_seconds)
-    load.wrong += judge.wrong
-    far = judge.above(args.tolerance)
-    if far:
-        load.wrong.append(f"{far} greedy tokens are more than {args.tolerance} below the first choice")
-    for bound in BOUNDS:
-        counts = judge.above(bound), len(judge.gaps), own.above(bound), len(own.gaps)
-        if more_often(*counts):
-            load.wrong.append(
-                "gaps above {} for {} of {} greedy tokens, but {} of {} of plain decoding's".format(
-                    bound, *counts
-                )
-            )
-    if unjudged:
-        load.wrong.append(
-            f"{unjudged} greedy answers were not judged in {args.judge_seconds:.0f} s after the load"
-        )
-    if after != before:
-        load.wrong.append(f"load: expected {before} as before, got {after}")
-    metrics = requests.get(f"{tree.url}/metrics", timeout=60).text
-    note(
-        state="complete", after=after, wrong=load.wrong[:50], wrong_count=len(load.wrong),
-        greedy=judge.report() | {"plain_decoding": own.report()},
-        furthest=[dict(gap=gap, request=number, output=output) for gap, number, output in reversed(judge.furthest)],
-        metrics=[line for line in metrics.splitlines()
-                 if line.startswith(("sglang:ddtree", "sglang:num_retracted", "sglang:token_usage"))],
-    )  # fmt: skip
+    after = idle_load(run.tree, 20)
+    run.progress("judging")
+    unjudged = run.judge.finish(args.judge_seconds)
+    run.progress("judged")
+    own = run.judge_plain_decoding()
+    run.load.wrong += run.faults(own, unjudged, after)
+    run.complete(own, after)
     print(json.dumps(result, indent=1))
-    return 1 if load.wrong else 0
+    return 1 if run.load.wrong else 0
 
 
 if __name__ == "__main__":

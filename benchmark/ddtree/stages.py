@@ -34,7 +34,7 @@ class Stages:
         self._thread = threading.get_ident()
 
     def begin(self, batch: int, skip: int = 0) -> None:
-        """Forgets what was recorded, and records steps of `batch` requests after the next `skip`."""
+        """Forget what was recorded. Record steps of `batch` requests, after the next `skip` of them."""
         self.batch = batch
         self.steps, self.seconds = 0, 0.0
         self.tokens = Counter()  # by request
@@ -43,11 +43,11 @@ class Stages:
         self.skip(skip)
 
     def skip(self, steps: int) -> None:
-        """Leaves out the next steps."""
+        """Leave out the next steps."""
         self._skip, self._step_began, self._tokens_before = steps, None, Counter()
 
     def step(self, emitted: dict[str, int]) -> None:
-        """Notes that a batch is about to run.
+        """Note that a batch is about to run.
 
         Args:
             emitted: tokens so far of each request that decodes; empty: it is another kind of batch.
@@ -94,7 +94,7 @@ class Stages:
 
 
 def watch(scheduler, stages: Stages) -> None:
-    """Wraps what a decode step of upstream's Scheduler passes through, whatever the algorithm."""
+    """Wrap what a decode step of upstream's Scheduler passes through, whatever the algorithm."""
     import torch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 

@@ -50,7 +50,7 @@ class Table:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Prints the table: a line per batch size, milliseconds by width."""
+    """Print the table: a line per batch size, milliseconds by width."""
     widths = sorted({row["nodes"] for row in found["table"]})
     print(
         f"captured in {found['capture_seconds']:.1f} s and {found['capture_gb']:.2f} GB, measured in "

@@ -9,14 +9,13 @@ repeatedly, each time into a new memory pool.
 import argparse
 import gc
 import os
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from bench_graph_guard import interval, origin, save
+from bench_graph_guard import capture_cost, origin, save, show_capture_cost
 from support.graph_guard import pool_bytes
 from support.tiny_models import run_one_batch, write_config
 
@@ -74,24 +73,14 @@ def main():
             if pair:  # the first pair warms up
                 seconds[guard].append(time.perf_counter() - start)
             memory[guard] = pool_bytes(runner.backend)
-    mean, half = interval([on / off for on, off in zip(seconds[True], seconds[False], strict=True)])
     result = {
         **origin(arguments),
         "model": "Qwen3, 28 layers, hidden 1024, 8 heads of 96, random weights",
         "sizes": runner.capture_bs,
-        "capture": {
-            "off_s": statistics.median(seconds[False]),
-            "on_s": statistics.median(seconds[True]),
-            "ratio": mean,
-            "ratio_95": [mean - half, mean + half],
-            "pairs": args.pairs,
-        },
-        "pool_bytes": {"off": memory[False], "on": memory[True], "ratio": memory[True] / memory[False]},
+        **capture_cost(seconds, memory),
     }
     save(result, args.output)
-    c = result["capture"]
-    print(f"capture: {c['off_s']:.3f} -> {c['on_s']:.3f} s, ratio {c['ratio']:.3f} {c['ratio_95']}")
-    print(f"pool: {memory[False]} -> {memory[True]} bytes, ratio {result['pool_bytes']['ratio']:.3f}")
+    show_capture_cost(result)
 
 
 if __name__ == "__main__":

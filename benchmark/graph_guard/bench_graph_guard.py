@@ -25,6 +25,7 @@ from support.graph_guard import backend, pool_bytes
 ROOT = Path(__file__).parents[2]
 SIZES = (64, 32, 16, 8, 4, 2, 1)  # runners capture in this order too
 LAYERS, HIDDEN, FFN = 32, 2048, 4096
+REPLAYS = 20  # of a graph, timed together
 
 
 class Model(torch.nn.Module):
@@ -122,6 +123,88 @@ def replay_ms(replay, times):
     return start.elapsed_time(end) / times
 
 
+def capture_cost(seconds, memory):
+    """What the guard costs at capture.
+
+    Args:
+        seconds: of each capture, by whether the guard was on. Captures of one index are a pair.
+        memory: bytes of the graph pool, by whether the guard was on.
+
+    Returns:
+        The fields `capture` and `pool_bytes` of a results file.
+    """
+    mean, half = interval([on / off for on, off in zip(seconds[True], seconds[False], strict=True)])
+    return {
+        "capture": {
+            "off_s": statistics.median(seconds[False]),
+            "on_s": statistics.median(seconds[True]),
+            "ratio": mean,
+            "ratio_95": [mean - half, mean + half],
+            "pairs": len(seconds[True]),
+        },
+        "pool_bytes": {"off": memory[False], "on": memory[True], "ratio": memory[True] / memory[False]},
+    }
+
+
+def show_capture_cost(result):
+    """Print the fields of capture_cost()."""
+    capture, pool = result["capture"], result["pool_bytes"]
+    print(
+        f"capture: {capture['off_s']:.3f} -> {capture['on_s']:.3f} s, ratio {capture['ratio']:.3f} {capture['ratio_95']}"
+    )
+    print(f"pool: {pool['off'] / 2**20:.1f} -> {pool['on'] / 2**20:.1f} MiB, ratio {pool['ratio']:.3f}")
+
+
+def time_captures(model, x, stream, pairs):
+    """Capture in pairs with and without the guard; return the seconds and the pool's bytes by guard."""
+    seconds, memory = {False: [], True: []}, {}
+    for pair in range(pairs):
+        for guard in (pair % 2 == 0, pair % 2 == 1):
+            with backend("full", guard=guard, stream=stream) as capture:
+                took, _ = capture_all(capture, model, x)
+                seconds[guard].append(took)
+                memory[guard] = pool_bytes(capture.backend)
+    return seconds, memory
+
+
+def time_replays(graphs, pairs):
+    """Replay each graph in turn.
+
+    Args:
+        graphs: replay functions, by whether the guard was "on", "off", or "off again" (the control).
+        pairs: rounds that count. Three more before them warm up.
+
+    Returns:
+        For each, the milliseconds per replay of each round.
+    """
+    times = {name: [] for name in graphs}
+    for pair in range(-3, pairs):
+        order = list(graphs)
+        for name in order if pair % 2 == 0 else reversed(order):
+            ms = replay_ms(graphs[name], REPLAYS)
+            if pair >= 0:
+                times[name].append(ms)
+    return times
+
+
+def replay_cost(times):
+    """What the guard costs per replay: the fields of a size in a results file, from time_replays()."""
+    (mean, half), (control, control_half) = (
+        interval([a / b for a, b in zip(times[name], times["off"], strict=True)])
+        for name in ("on", "off again")
+    )
+    return {
+        "off_ms": statistics.median(times["off"]),
+        "on_ms": statistics.median(times["on"]),
+        "ratio": mean,
+        "ratio_95": [mean - half, mean + half],
+        "control": control,
+        "control_95": [control - control_half, control + control_half],
+        "pairs": len(times["off"]),
+        "replays_each": REPLAYS,
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
@@ -134,56 +217,22 @@ def main():
     with torch.no_grad(), ExitStack() as stack:
         with backend("full", stream=stream) as capture:  # loads all kernels before anything is timed
             capture_all(capture, model, x)
-        seconds = {False: [], True: []}
-        memory = {}
-        for pair in range(args.capture_pairs):
-            for guard in (pair % 2 == 0, pair % 2 == 1):
-                with backend("full", guard=guard, stream=stream) as capture:
-                    took, _ = capture_all(capture, model, x)
-                    seconds[guard].append(took)
-                    memory[guard] = pool_bytes(capture.backend)
-        captures = [on / off for on, off in zip(seconds[True], seconds[False], strict=True)]
+        seconds, memory = time_captures(model, x, stream, args.capture_pairs)
         graphs = {}
         for name, guard in (("off", False), ("on", True), ("off again", False)):
             capture = stack.enter_context(backend("full", guard=guard, stream=stream))
             graphs[name] = capture_all(capture, model, x)[1]
-        replays = {}
-        for n in (SIZES[0], SIZES[-1]):
-            times = {name: [] for name in graphs}
-            for pair in range(args.replay_pairs + 3):
-                order = list(graphs)
-                for name in order if pair % 2 else reversed(order):
-                    ms = replay_ms(graphs[name][n], 20)
-                    if pair >= 3:
-                        times[name].append(ms)
-            ratios = {
-                name: [a / b for a, b in zip(times[name], times["off"], strict=True)]
-                for name in ("on", "off again")
-            }
-            (mean, half), (control, control_half) = interval(ratios["on"]), interval(ratios["off again"])
-            replays[n] = {
-                "off_ms": statistics.median(times["off"]),
-                "on_ms": statistics.median(times["on"]),
-                "ratio": mean,
-                "ratio_95": [mean - half, mean + half],
-                "control": control,
-                "control_95": [control - control_half, control + control_half],
-                "pairs": args.replay_pairs,
-                "replays_each": 20,
-            }
-    mean, half = interval(captures)
+        replays = {
+            n: replay_cost(
+                time_replays({name: graph[n] for name, graph in graphs.items()}, args.replay_pairs)
+            )
+            for n in (SIZES[0], SIZES[-1])
+        }
     result = {
         **origin(sys.argv[1:]),
         "model": {"layers": LAYERS, "hidden": HIDDEN, "ffn": FFN, "sizes": SIZES},
         "replay": replays,
-        "capture": {
-            "off_s": statistics.median(seconds[False]),
-            "on_s": statistics.median(seconds[True]),
-            "ratio": mean,
-            "ratio_95": [mean - half, mean + half],
-            "pairs": args.capture_pairs,
-        },
-        "pool_bytes": {"off": memory[False], "on": memory[True], "ratio": memory[True] / memory[False]},
+        **capture_cost(seconds, memory),
     }
     save(result, args.output)
     for n, r in replays.items():
@@ -191,10 +240,7 @@ def main():
             f"replay size {n}: {r['off_ms']:.4f} -> {r['on_ms']:.4f} ms, ratio {r['ratio']:.4f} {r['ratio_95']}, "
             f"control {r['control']:.4f} {r['control_95']}"
         )
-    c = result["capture"]
-    print(f"capture: {c['off_s']:.3f} -> {c['on_s']:.3f} s, ratio {c['ratio']:.3f} {c['ratio_95']}")
-    off, on = memory[False], memory[True]
-    print(f"pool: {off / 2**20:.1f} -> {on / 2**20:.1f} MiB, ratio {on / off:.3f}")
+    show_capture_cost(result)
 
 
 if __name__ == "__main__":

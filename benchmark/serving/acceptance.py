@@ -74,7 +74,7 @@ class Acceptance:
         self.restart(seed)
 
     def restart(self, seed: int) -> None:
-        """Forgets what calibration has learned, and where the requests are."""
+        """Forget what calibration has learned, and where the requests are."""
         self._random = random.Random(seed)
         self._calibration = Calibration(self._max_depth, self._num_candidates)
         self._totals = np.zeros((2, self._max_depth * self._num_candidates))
@@ -83,7 +83,7 @@ class Acceptance:
         self._slots: list[tuple[list[int], int]] = []
 
     def _calibrate(self, factors: np.ndarray) -> None:
-        """Computes the expected tokens of all recorded trees, by width."""
+        """Compute the expected tokens of all recorded trees, by width."""
         share = np.clip(self._probabilities * factors[self._cells], 0.0, 1.0)
         share[:, 0] = 1.0
         rows = np.arange(len(share))
@@ -93,13 +93,13 @@ class Acceptance:
         self._shares = share
 
     def tokens(self, width: int) -> float:
-        """Returns the mean of the tokens that a recorded step emits at a width."""
+        """Return the mean of the tokens that a recorded step emits at a width."""
         if width == 1:
             return 1.0
         return float(self.emitted[:, self.widths.index(width)].mean())
 
     def gain_of_sharing(self, bs: int, width: int, batches: int = 400) -> float:
-        """Returns the tokens that bs * width nodes emit if they go to the most probable nodes of the whole batch.
+        """Return the tokens that bs * width nodes emit if they go to the most probable nodes of the whole batch.
 
         Args:
             bs: requests, whose steps are drawn anew for each batch.
@@ -122,7 +122,7 @@ class Acceptance:
         return float(shared / apart)
 
     def step(self, bs: int, width: int) -> tuple[tuple[float, ...] | None, float]:
-        """Takes the next step of each request.
+        """Take the next step of each request.
 
         Args:
             bs: requests.
@@ -188,12 +188,12 @@ class StandIn:
             control._read = read_recorded
 
     def begin(self, temperature: float, requests: int) -> None:
-        """Begins a measurement of steps of so many requests."""
+        """Begin to measure steps of this many requests."""
         self._trace, self._requests = self._traces[temperature], requests
         self._emitted: list[float] = []
 
     def tokens_per_step(self) -> float:
-        """Returns the tokens per step and request since begin()."""
+        """Return the tokens per step and request since begin()."""
         if self._chooses:
             emitted = self._emitted[LATE:]  # the first reports are of steps before begin()
             return sum(emitted) / len(emitted)

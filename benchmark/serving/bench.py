@@ -10,6 +10,7 @@ A case is written as in benchmark/ddtree: ALGORITHM[:N][:FLAG[=VALUE]]..., N bei
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -18,10 +19,11 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmark.ddtree.host_step import median_and_interval
+from benchmark.ddtree.medians import median_and_interval
 from benchmark.ddtree.record import origin, save
 from benchmark.ddtree.servers import Server, device_flags, flags, measurement_parser
 
@@ -33,7 +35,7 @@ FIELDS = ("output_throughput", "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms"
 
 
 def write_dataset(prompts: Path, model: str, output: Path) -> int:
-    """Writes prompts as the dataset `custom` of upstream's benchmark; returns their number.
+    """Write prompts as the dataset `custom` of upstream's benchmark; return their number.
 
     Args:
         prompts: JSON, a list of token ids per prompt.
@@ -62,7 +64,7 @@ def run_upstream(
     temperature: float,
     seed: int,
 ) -> dict[str, Any]:
-    """Runs upstream's benchmark once in this process, whose imports take longer than a run.
+    """Run upstream's benchmark once in this process, whose imports take longer than a run.
 
     Args:
         url: of the server.
@@ -109,7 +111,7 @@ def run_upstream(
 
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row per case, concurrency and temperature: medians over the rounds, and 95% intervals.
+    """Return a row per case, concurrency and temperature: medians over the rounds, and 95% intervals.
 
     `ratio_to_best` compares tokens per second with the fastest other case, round by round; `ratio_to_DFLASH` with DFLASH.
     """
@@ -144,7 +146,7 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(summary: list[dict[str, Any]]) -> None:
-    """Prints a line per load and case."""
+    """Print a line per load and case."""
     print(
         "\nat once  T  tokens/s [interval]  TPOT p50, p99 ms  accept length  case; tokens/s over the best other, DFLASH"
     )
@@ -163,7 +165,8 @@ def show(summary: list[dict[str, Any]]) -> None:
         )
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = measurement_parser(__doc__ or "", port=31400)
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
@@ -179,57 +182,85 @@ def main() -> None:
         "--backend", help="attention backend of plain decoding and DFLASH; default: upstream's"
     )
     parser.add_argument("--max-total-tokens", type=int, default=65536)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def server_flags(case: str, options: argparse.Namespace) -> list[str]:
+    """Return the flags of a case's server."""
+    arguments = [*device_flags(options.device, max(options.concurrency)), "--dtype", options.dtype]
+    arguments += [*flags(case, options.drafter), "--max-total-tokens", str(options.max_total_tokens)]
+    if not case.startswith("DDTREE") and options.backend is not None:
+        arguments += ["--attention-backend", options.backend]
+    return arguments
+
+
+def start_servers(options: argparse.Namespace, servers: dict[str, Server]) -> None:
+    """Start a server per case, all at once, and wait for them.
+
+    Args:
+        options: the arguments of the command line.
+        servers: gets each server by its case, as soon as its process exists.
+
+    Raises:
+        RuntimeError: a server did not start in time.
+    """
+    deadline = time.monotonic() + options.start_seconds
+    for i, case in enumerate(options.cases):
+        log = options.logs / f"{i}.log"
+        servers[case] = Server(options.model, options.port + i, log, server_flags(case, options))
+    for case, server in servers.items():
+        if not server.wait(deadline):
+            raise RuntimeError(f"{case}: the server did not start: {server.log.read_text()[-2000:]}")
+
+
+def measure_round(
+    number: int, options: argparse.Namespace, servers: dict[str, Server], dataset: Path, available: int
+) -> Iterator[dict[str, Any]]:
+    """Measure each server at each load and temperature. Each round begins with another case.
+
+    Args:
+        number: of the round, which also decides which prompts are taken.
+        options: the arguments of the command line.
+        servers: by case.
+        dataset: of write_dataset().
+        available: prompts in it.
+
+    Yields:
+        A row of the results file per measurement.
+    """
+    first = number % len(options.cases)
+    for temperature in options.temperatures:
+        for concurrency in options.concurrency:
+            requests = min(available, max(options.least_requests, options.requests_per_slot * concurrency))
+            for case in options.cases[first:] + options.cases[:first]:
+                found = run_upstream(
+                    servers[case].url, options.model, dataset, requests=requests, concurrency=concurrency,
+                    tokens=options.tokens, temperature=temperature, seed=number,
+                )  # fmt: skip
+                row = dict(case=case, round=number, concurrency=concurrency, temperature=temperature)
+                yield row | dict(requests=requests) | {field: found.get(field) for field in FIELDS}
+
+
+def main() -> None:
+    options = parse()
     # A time limit then ends the servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     start = time.monotonic()
-    most = max(options.concurrency)
     options.logs.mkdir(parents=True, exist_ok=True)
-    servers: dict[str, Server] = {}
-    folder = Path(tempfile.mkdtemp())
-    dataset = folder / "prompts.jsonl"
+    dataset = Path(tempfile.mkdtemp()) / "prompts.jsonl"
     available = write_dataset(options.prompts, options.model, dataset)
     result = origin(options) | dict(weights=options.model, tokens=options.tokens, results=[])
+    servers: dict[str, Server] = {}
     try:
-        for i, case in enumerate(options.cases):
-            arguments = [
-                *device_flags(options.device, most),
-                "--dtype",
-                options.dtype,
-                *flags(case, options.drafter),
-            ]
-            arguments += ["--max-total-tokens", str(options.max_total_tokens)]
-            if not case.startswith("DDTREE") and options.backend is not None:
-                arguments += ["--attention-backend", options.backend]
-            servers[case] = Server(options.model, options.port + i, options.logs / f"{i}.log", arguments)
-        deadline = start + options.start_seconds
-        for case, server in servers.items():
-            if not server.wait(deadline):
-                raise RuntimeError(f"{case}: the server did not start: {server.log.read_text()[-2000:]}")
+        start_servers(options, servers)
         print(f"servers are up after {time.monotonic() - start:.0f} s", flush=True)
-        for turn in range(options.rounds):
+        for number in range(options.rounds):
             if time.monotonic() - start > options.seconds:
                 break
-            for temperature in options.temperatures:
-                for concurrency in options.concurrency:
-                    requests = min(
-                        available, max(options.least_requests, options.requests_per_slot * concurrency)
-                    )
-                    order = (
-                        options.cases[turn % len(options.cases) :]
-                        + options.cases[: turn % len(options.cases)]
-                    )
-                    for case in order:
-                        found = run_upstream(
-                            servers[case].url, options.model, dataset, requests=requests, concurrency=concurrency,
-                            tokens=options.tokens, temperature=temperature, seed=turn,
-                        )  # fmt: skip
-                        row = dict(case=case, round=turn, concurrency=concurrency, temperature=temperature)
-                        row["requests"] = requests
-                        result["results"].append(row | {field: found.get(field) for field in FIELDS})
+            result["results"] += measure_round(number, options, servers, dataset, available)
             result["summary"] = summarize(result["results"])
             save(result, options.output)
-            print(f"round {turn} is done after {time.monotonic() - start:.0f} s", flush=True)
+            print(f"round {number} is done after {time.monotonic() - start:.0f} s", flush=True)
     finally:
         for server in servers.values():
             server.close()

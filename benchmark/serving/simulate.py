@@ -22,7 +22,7 @@ from typing import Any
 from sglang.srt.speculative.ddtree.budget import Budget, Load, Step, StepCosts
 from sglang.srt.speculative.ddtree.expectation import LATE
 
-from benchmark.ddtree.host_step import median_and_interval
+from benchmark.ddtree.medians import median_and_interval
 from benchmark.ddtree.record import host_name, save
 from benchmark.serving.acceptance import Acceptance
 
@@ -56,7 +56,66 @@ def auto_rate(
     return tokens / seconds, chosen
 
 
-def main() -> None:
+def measured_costs(measured: dict[str, Any]) -> StepCosts:
+    """Return the step costs in a results file of benchmark.ddtree.step_costs."""
+    table = {
+        (row["batch"], row["nodes"]): (row["ms"] / 1e3, row["us_per_1000_tokens"] / 1e9)
+        for row in measured["table"]
+    }
+    return StepCosts(sorted({width for _, width in table}), sorted({bs for bs, _ in table}), table)
+
+
+def simulate(acceptance: Acceptance, costs: StepCosts, load: Load, noise: float, runs: int) -> dict[str, Any]:
+    """Simulate a batch with every width and with the budget's choices.
+
+    Args:
+        acceptance: what the target accepts of the recorded trees.
+        costs: the time of a step by batch size and width.
+        load: the batch.
+        noise: standard deviation of the times that the budget sees, divided by the time.
+        runs: simulations of each case. Numbers are medians over them.
+
+    Returns:
+        A row of the results file.
+    """
+    rates: dict[Any, list[float]] = {case: [] for case in [*costs.widths, "auto"]}
+    chosen: Counter[int] = Counter()
+    for seed in range(runs):
+        for width in costs.widths:
+            acceptance.restart(seed)
+            rates[width].append(fixed_rate(acceptance, costs, load, width))
+        acceptance.restart(seed)
+        rate, of_run = auto_rate(acceptance, costs, load, noise, random.Random(seed))
+        rates["auto"].append(rate)
+        chosen += of_run
+    medians = {case: median_and_interval(of_case)[0] for case, of_case in rates.items()}
+    best = max(costs.widths, key=medians.__getitem__)
+    return dict(
+        batch=load.bs,
+        tokens_per_second=medians,
+        best=best,
+        auto_over_best=median_and_interval([a / b for a, b in zip(rates["auto"], rates[best])]),
+        chosen=chosen,
+        gain_of_sharing={
+            width: acceptance.gain_of_sharing(load.bs, width)
+            for width in costs.widths
+            if 1 < width < costs.widths[-1]
+        },
+    )
+
+
+def show(row: dict[str, Any], widths: list[int]) -> None:
+    """Print a row of the results file as a line."""
+    medians, ratio = row["tokens_per_second"], row["auto_over_best"]
+    print(
+        f"batch {row['batch']:3}: auto {medians['auto']:6.0f} tokens/s (mostly {row['chosen'].most_common(1)[0][0]} nodes), "
+        f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}] of the best width, {row['best']}; "
+        + ", ".join(f"{width}: {medians[width]:.0f}" for width in widths)
+    )
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -69,14 +128,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=Path, required=True)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
     measured = json.loads(options.costs.read_text())
-    table = {
-        (row["batch"], row["nodes"]): (row["ms"] / 1e3, row["us_per_1000_tokens"] / 1e9)
-        for row in measured["table"]
-    }
-    widths, sizes = sorted({width for _, width in table}), sorted({bs for bs, _ in table})
-    costs, acceptance = StepCosts(widths, sizes, table), Acceptance(options.trace, widths)
+    costs = measured_costs(measured)
+    widths = costs.widths
+    acceptance = Acceptance(options.trace, widths)
     result: dict[str, Any] = dict(
         host=host_name(), commit=options.commit, costs=options.costs.name, drafts=len(acceptance.emitted),
         context=options.context, gpu_of_costs=measured["gpu"], results=[],
@@ -85,37 +145,10 @@ def main() -> None:
         f"{len(acceptance.emitted)} drafts; tokens per step by width: "
         + ", ".join(f"{width}: {acceptance.tokens(width):.2f}" for width in widths)
     )
-    for bs in sizes:
-        load = Load(bs, bs * options.context, False)
-        rates: dict[Any, list[float]] = {case: [] for case in [*widths, "auto"]}
-        chosen: Counter[int] = Counter()
-        for seed in range(options.runs):
-            for width in widths:
-                acceptance.restart(seed)
-                rates[width].append(fixed_rate(acceptance, costs, load, width))
-            acceptance.restart(seed)
-            rate, of_run = auto_rate(acceptance, costs, load, options.noise, random.Random(seed))
-            rates["auto"].append(rate)
-            chosen += of_run
-        medians = {case: median_and_interval(of_case)[0] for case, of_case in rates.items()}
-        best = max(widths, key=medians.__getitem__)
-        ratio = median_and_interval([a / b for a, b in zip(rates["auto"], rates[best])])
-        sharing = {width: acceptance.gain_of_sharing(bs, width) for width in widths if 1 < width < widths[-1]}
-        result["results"].append(
-            dict(
-                batch=bs,
-                tokens_per_second=medians,
-                best=best,
-                auto_over_best=ratio,
-                chosen=chosen,
-                gain_of_sharing=sharing,
-            )
-        )
-        print(
-            f"batch {bs:3}: auto {medians['auto']:6.0f} tokens/s (mostly {chosen.most_common(1)[0][0]} nodes), "
-            f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}] of the best width, {best}; "
-            + ", ".join(f"{width}: {medians[width]:.0f}" for width in widths)
-        )
+    for bs in costs.batch_sizes:
+        row = simulate(acceptance, costs, Load(bs, bs * options.context, False), options.noise, options.runs)
+        result["results"].append(row)
+        show(row, widths)
     save(result, options.output)
 
 

@@ -28,7 +28,7 @@ def _activated(x: torch.Tensor, activation: str | None) -> torch.Tensor:
 def _convolve(
     window: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Convolves each channel over time: window [dim, width - 1], x [dim, tokens] -> [dim, tokens] float32."""
+    """Convolve each channel over time: window [dim, width - 1], x [dim, tokens] -> [dim, tokens] float32."""
     inputs = torch.cat([window.to(x.dtype), x], dim=1).float()
     out = (inputs.unfold(1, weight.shape[1], 1) * weight.float()[:, None]).sum(-1)
     return out if bias is None else out + bias.float()[:, None]
@@ -39,7 +39,7 @@ def causal_conv1d_fn_cpu(
     query_start_loc: torch.Tensor, cache_indices: torch.Tensor, has_initial_state: torch.Tensor | None = None,
     activation: str | None = None, **unused: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Convolves prompts, each after its stored window, and stores the windows at their ends.
+    """Convolve prompts, each after its stored window, and store the windows at their ends.
 
     Args:
         x: [dim, tokens], one sequence after the other.
@@ -70,7 +70,7 @@ def causal_conv1d_update_cpu(
     x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
     activation: str | None = None, conv_state_indices: torch.Tensor | None = None, **unused: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Convolves one token per request and moves the windows on.
+    """Convolve one token per request and advance the windows.
 
     Args:
         x: [bs, dim].
@@ -209,7 +209,7 @@ def fused_rmsnorm_gated_cpu(
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(
     qkvz: torch.Tensor, ba: torch.Tensor, h_k: int, h_v: int, d_k: int, d_v: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Splits the input projections of a GDN layer.
+    """Split the input projections of a GDN layer.
 
     Args:
         qkvz: [tokens, 2 h_k d_k + 2 h_v d_v]: q, k, v and z.
@@ -234,7 +234,7 @@ def fused_qk_gemma_rmsnorm_cpu(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float,
     head_dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Normalizes each head of q and k, [tokens, heads * d] to [tokens * heads, d], with weights that are stored minus 1."""
+    """Normalize each head of q and k, [tokens, heads * d] to [tokens * heads, d], with weights that are stored minus 1."""
     return _gemma_norm(q, q_weight, eps, head_dim), _gemma_norm(k, k_weight, eps, head_dim)
 
 
