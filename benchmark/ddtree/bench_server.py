@@ -13,10 +13,12 @@ of the batch decides which wins. So plain decoding's own answers are judged in t
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import sys
 import time
+from typing import Any
 
 from benchmark.ddtree.record import origin, save
 from benchmark.ddtree.servers import Server, closed_loop, device_flags, flags, measurement_parser, start
@@ -122,7 +124,8 @@ def judge(
     )
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = measurement_parser(__doc__, port=12000)
     parser.add_argument(
         "--cases",
@@ -142,18 +145,36 @@ def main() -> None:
     args = parser.parse_args()
     if len(args.batches) != len(args.counts):
         parser.error(f"--counts: expected one per batch size ({len(args.batches)}), got {len(args.counts)}")
+    return args
 
+
+def start_servers(args: argparse.Namespace) -> dict[str, Server]:
+    """Start a server per case, and return those that came up."""
     common = [*device_flags(args.device, max(args.batches)), "--dtype", args.dtype, "--context-length", "2048",
               "--max-total-tokens", "32768"]  # fmt: skip
-    prompts = json.loads(args.prompts.read_text())
-    result = origin(args) | dict(dtype=args.dtype, max_tokens=args.tokens, results=[], exactness={})
-
     began = time.monotonic()
     servers = start(
         args.model, {case: common + flags(case, args.drafter) for case in args.cases}, args.logs,
         port=args.port, seconds=args.start_seconds,
     )  # fmt: skip
     print(f"{len(servers)} of {len(args.cases)} servers in {time.monotonic() - began:.0f} s", flush=True)
+    return servers
+
+
+def measure_in_turn(
+    args: argparse.Namespace, servers: dict[str, Server], prompts: list[list[int]], result: dict[str, Any]
+) -> dict[str, Any]:
+    """Measure the servers one after the other, and save and print the rows as they come.
+
+    Args:
+        args: the arguments of the command line.
+        servers: by case.
+        prompts: token ids.
+        result: of the results file. It gets the rows.
+
+    Returns:
+        The outputs of each case's last round.
+    """
     outputs = {}
     for number, (case, server) in itertools.product(range(args.rounds), servers.items()):
         try:
@@ -169,6 +190,15 @@ def main() -> None:
                 f"{row['tokens_per_second']:8.1f} tok/s  {row['steps_per_second']:7.1f} steps/s",
                 flush=True,
             )
+    return outputs
+
+
+def main() -> None:
+    args = parse()
+    prompts = json.loads(args.prompts.read_text())
+    result = origin(args) | dict(dtype=args.dtype, max_tokens=args.tokens, results=[], exactness={})
+    servers = start_servers(args)
+    outputs = measure_in_turn(args, servers, prompts, result)
     asked = prompts[:: max(1, len(prompts) // args.counts[-1])][: args.counts[-1]]
     for case in args.cases if args.judge is None else args.judge:
         plain = plain_of(case)

@@ -64,7 +64,8 @@ def measure(engine: Engine, turn: Any, given: list[list[int]], batches: list[int
     return rows
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,8 +80,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="commit of this repository; default: ask git")
     parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def engines(args: argparse.Namespace) -> dict[tuple[str, int | None, str | None], dict[str, Any]]:
+    """Return each engine's arguments, by its algorithm, N and verify mode. Plain decoding comes first."""
     cuda = args.device == "cuda"
     plain = dict(model_path=args.model, device=args.device, max_total_tokens=16384,
                  max_running_requests=16, mem_fraction_static=0.8 if cuda else 0.5, context_length=2048) | (
@@ -90,7 +94,7 @@ def main() -> None:
     spec = plain | dict(speculative_draft_model_path=args.drafter)
     if cuda:
         spec["speculative_draft_attention_backend"] = "triton"
-    cases = {("none", None, None): plain}
+    cases: dict[tuple[str, int | None, str | None], dict[str, Any]] = {("none", None, None): plain}
     # Upstream's DFLASH does not run on a CPU. DDTREE's tree with one candidate per position is its chain.
     cases["chain", None, "native"] = spec | dict(speculative_algorithm="DDTREE", speculative_eagle_topk=1)
     if cuda:
@@ -104,12 +108,16 @@ def main() -> None:
             speculative_algorithm="DDTREE", speculative_num_draft_tokens=max(args.num_nodes),
             speculative_ddtree_verify="triton",
         )  # fmt: skip
+    return cases
 
-    turn = multiprocessing.get_context("spawn" if cuda else "fork").Lock()
+
+def main() -> None:
+    args = parse()
+    turn = multiprocessing.get_context("spawn" if args.device == "cuda" else "fork").Lock()
     given = json.loads(args.prompts.read_text())
     children = {
         case: EngineProcess(arguments, measure, turn, given, args.batches, args.tokens)
-        for case, arguments in cases.items()
+        for case, arguments in engines(args).items()
     }
     results, plain_outputs = [], {}
     for (algorithm, num_nodes, verify), child in children.items():
@@ -128,7 +136,6 @@ def main() -> None:
                 f"accept {row['accept_length']:5.2f}  {row['tokens_per_second']:8.1f} tok/s  same {row['equal_to_plain']:.2f}",
                 flush=True,
             )
-
     save(origin(args) | dict(tokens=args.tokens, results=results), args.output)
 
 
