@@ -461,18 +461,18 @@ def show_all(rows: list[dict[str, Any]], summary: list[dict[str, Any]]) -> None:
 
 
 def engine_arguments(
-    case: str, plain: dict[str, Any], drafted: dict[str, Any], backend: str | None
+    case: str, common: dict[str, Any], drafted: dict[str, Any], backend: str | None
 ) -> dict[str, Any]:
     """Return the arguments of a case's engine.
 
     Args:
         case: none, DFLASH or DDTREE, and any number of :N and :FIELD=VALUE, as in DDTREE:16:attention_backend=triton.
-        plain: of every case.
+        common: of every case.
         drafted: of the cases with a drafter.
         backend: attention_backend of plain decoding and DFLASH. DDTREE chooses its own.
     """
     algorithm, *options = case.split(":")
-    arguments = dict(plain)
+    arguments = dict(common)
     if algorithm != "none":
         arguments |= drafted | dict(speculative_algorithm=algorithm)
     if algorithm != "DDTREE" and backend is not None:
@@ -586,42 +586,92 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = parse()
-    deadline = time.monotonic() + options.seconds
-    cuda = options.device == "cuda"
-    folder = tempfile.TemporaryDirectory()
-    drafted = dict(model_path=options.model, speculative_draft_model_path=options.drafter)
-    if options.shape:
-        shape = SHAPES[options.shape] | ({} if options.layers is None else dict(layers=options.layers))
-        drafted = write_configs(Path(folder.name), **shape)
-    batches = [batches_of(options, i) for i in range(options.rounds)]
+def model_arguments(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the arguments that name the target and the drafter. Those of a shape are written into `folder`."""
+    if not options.shape:
+        return dict(model_path=options.model, speculative_draft_model_path=options.drafter)
+    shape = SHAPES[options.shape] | ({} if options.layers is None else dict(layers=options.layers))
+    return write_configs(folder, **shape) | dict(speculative_draft_load_format="dummy")
+
+
+def common_arguments(options: argparse.Namespace, model_path: str, longest: int) -> dict[str, Any]:
+    """Return the arguments of every engine.
+
+    Args:
+        options: the command's.
+        model_path: of the target.
+        longest: tokens of the longest request.
+    """
     most = max(options.batches)
-    prompts = [
-        prompt
+    arguments: dict[str, Any] = dict(
+        model_path=model_path, device=options.device, max_running_requests=most, max_total_tokens=most * longest,
+        context_length=longest,
+    )  # fmt: skip
+    if options.device == "cuda":
+        arguments |= dict(
+            dtype="bfloat16", attention_backend=None, cuda_graph_bs_decode=options.batches, mem_fraction_static=0.8,
+            cuda_graph_backend_prefill="disabled",
+        )  # fmt: skip
+    else:
+        arguments |= dict(dtype="float32", mem_fraction_static=0.3)
+    if options.shape:
+        arguments["load_format"] = "dummy"
+        if "gdn" in SHAPES[options.shape]:
+            # A state of Qwen3.5-27B takes 151 MB. With the radix cache, a request would have three.
+            arguments |= dict(
+                mem_fraction_static=0.9, max_mamba_cache_size=most + 1, disable_radix_cache=True,
+                linear_attn_prefill_backend="triton",  # upstream's default is compiled anew in each engine
+            )  # fmt: skip
+    return arguments
+
+
+def longest_request(options: argparse.Namespace, batches: list[dict[str, list[Batch]]]) -> int:
+    """Return the tokens of the longest prompt and of its longest answer."""
+    prompts = (
+        len(prompt)
         for of_round in batches
         for of_row in of_round.values()
         for batch in of_row
         for prompt in batch.prompts
-    ]
-    longest = max(map(len, prompts)) + max(options.tokens, options.settle) + 512
-    plain = dict(
-        model_path=drafted["model_path"], device=options.device, max_running_requests=most,
-        max_total_tokens=most * longest, context_length=longest,
-    ) | (
-        dict(dtype="bfloat16", attention_backend=None, cuda_graph_bs_decode=options.batches,
-             mem_fraction_static=0.8, cuda_graph_backend_prefill="disabled") if cuda else dict(dtype="float32", mem_fraction_static=0.3)
-    )  # fmt: skip
-    if options.shape:
-        plain["load_format"] = "dummy"
-        if "gdn" in SHAPES[options.shape]:
-            # A state of Qwen3.5-27B takes 151 MB. With the radix cache, a request would have three.
-            plain |= dict(
-                mem_fraction_static=0.9, max_mamba_cache_size=most + 1, disable_radix_cache=True,
-                linear_attn_prefill_backend="triton",  # upstream's default is compiled anew in each engine
-            )  # fmt: skip
-        drafted["speculative_draft_load_format"] = "dummy"
+    )
+    return max(prompts) + max(options.tokens, options.settle) + 512
 
+
+class Group(NamedTuple):
+    """Engines that start together and are measured in turn.
+
+    Attributes:
+        may_start: event that lets them start.
+        ready: barrier between their rounds.
+        engines: the process of each case that is not done yet.
+    """
+
+    may_start: Any
+    ready: Any
+    engines: list[tuple[str, EngineProcess]]
+
+    def measure(self) -> None:
+        """Start the engines, and wait until all of them have been measured or have failed."""
+        self.may_start.set()
+        while self.engines:
+            ended = [i for i, (_, engine) in enumerate(self.engines) if engine.has_ended()]
+            for i in reversed(ended):
+                case, engine = self.engines.pop(i)
+                try:
+                    engine.result()
+                except RuntimeError as error:
+                    print(f"{case}: {error}", file=sys.stderr, flush=True)
+                    self.ready.abort()  # the others wait for it no longer
+            time.sleep(0.5)
+
+
+def main() -> None:
+    options = parse()
+    deadline = time.monotonic() + options.seconds
+    folder = tempfile.TemporaryDirectory()
+    drafted = model_arguments(options, Path(folder.name))
+    batches = [batches_of(options, i) for i in range(options.rounds)]
+    common = common_arguments(options, drafted["model_path"], longest_request(options, batches))
     result = origin(options) | dict(
         weights=options.shape or options.model,
         layers=options.layers,
@@ -629,32 +679,22 @@ def main() -> None:
         results=[],
     )
     output = options.output or results_path(options.topic, result)
-    context = multiprocessing.get_context("spawn" if cuda else "fork")
+    context = multiprocessing.get_context("spawn" if options.device == "cuda" else "fork")
     turn, rows = context.Lock(), context.SimpleQueue()
     groups = []  # all processes start at once: the imports of a group take place while another one is measured
     for i in range(0, len(options.cases), options.at_once):
         cases = options.cases[i : i + options.at_once]
         may_start, stop = context.Event(), context.Event()
         ready = context.Barrier(len(cases), LastRound(stop, deadline))
-        groups.append((may_start, ready, [
-            (case, EngineProcess(engine_arguments(case, plain, drafted, options.backend), Measurement(may_start), ready,
+        groups.append(Group(may_start, ready, [
+            (case, EngineProcess(engine_arguments(case, common, drafted, options.backend), Measurement(may_start), ready,
                                  stop, turn, rows, case, batches, options))
             for case in cases
         ]))  # fmt: skip
     keeper = threading.Thread(target=keep, args=(rows, result, output, options))
     keeper.start()
-    for may_start, ready, children in groups:
-        may_start.set()
-        while children:
-            ended = [i for i, (_, child) in enumerate(children) if child.has_ended()]
-            for i in reversed(ended):
-                case, child = children.pop(i)
-                try:
-                    child.result()
-                except RuntimeError as error:
-                    print(f"{case}: {error}", file=sys.stderr, flush=True)
-                    ready.abort()  # the others wait for it no longer
-            time.sleep(0.5)
+    for group in groups:
+        group.measure()
     rows.put(None)
     keeper.join()
     show_all(result["results"], result.get("summary", []))
