@@ -25,6 +25,14 @@ def card(bs, width):
 TABLE = {(bs, width): (1e-3 * card(bs, width), 1e-8) for bs in BATCHES for width in WIDTHS}
 
 
+def small_card(bs, width):
+    """Milliseconds of a step: like a model of 135M on an H200. The host needs as long as the narrow ones."""
+    return 0.7 + (0.6 if width > 1 else 0.0) + max(0, bs * width - 256) * 0.0008
+
+
+SMALL_TABLE = {(bs, width): (1e-3 * small_card(bs, width), 0.0) for bs in BATCHES for width in WIDTHS}
+
+
 class Simulation:
     """A server: a card with its own times, and a drafter whose probabilities may be too high or too low.
 
@@ -32,9 +40,12 @@ class Simulation:
         table: times that the budget starts from; None: it measured none.
         kept: accepted nodes over those that the drafter's probabilities expect.
         noise: spread of times and accept lengths.
+        card: (bs, width) -> milliseconds of the device.
+        host: milliseconds of the host, of a step with a draft.
     """
 
-    def __init__(self, table=TABLE, *, kept=1.0, noise=0.03, sampled=False, probes=True):
+    def __init__(self, table=TABLE, *, kept=1.0, noise=0.03, sampled=False, probes=True, card=card, host=0.0):
+        self.card, self.host = card, host
         self.costs = StepCosts(WIDTHS, BATCHES, table and dict(table))
         self.budget = Budget(self.costs, probes=probes)
         self.kept, self.noise, self.sampled = kept, noise, sampled
@@ -50,7 +61,13 @@ class Simulation:
         return 1.0 + self.kept * (self.drafted(width) - 1.0)
 
     def seconds(self, bs, width):
-        return 1e-3 * card(bs, width) * (self.slower if width > 1 else 1.0)
+        return max(self.of_device(bs, width), self.of_host(width))
+
+    def of_device(self, bs, width):
+        return 1e-3 * self.card(bs, width) * (self.slower if width > 1 else 1.0)
+
+    def of_host(self, width):
+        return 1e-3 * self.host * (1.0 if width > 1 else 0.75)
 
     def rate(self, bs, width):
         return bs * self.emitted(width) / self.seconds(bs, width)
@@ -79,7 +96,8 @@ class Simulation:
                 nodes = self.emitted(width) - 1.0
                 shape = bs * (nodes / 0.8) ** 2
                 emitted = 1.0 + nodes * self.random.gammavariate(shape, 1.0 / shape)
-            step = Step(load, width, noisy(self.seconds(bs, width)), expected, emitted)
+            device, host = noisy(self.of_device(bs, width)), noisy(self.of_host(width))
+            step = Step(load, width, max(device, host), expected, emitted, host > device)
             self.pending.append(step if self.is_reported(bs, width) else None)
         return widths
 
@@ -225,6 +243,42 @@ class TestBudget(CustomTestCase):
                 server.slower = factor
                 server.run(4, 200)
                 self.assertGreater(server.rate(4, self.present(server, 4)) / server.best(4), 0.97)
+
+    def test_a_host_that_becomes_slower_and_faster_again(self):
+        """A slow host makes wide trees cheap. Its time, seen at one width, holds for the others."""
+        for bs in BATCHES:
+            for kept in (0.5, 1.0):
+                server = Simulation(SMALL_TABLE, card=small_card, host=1.4, kept=kept)
+                server.run(bs, 300)
+                for host in (2.1, 1.4, 1.9, 1.2, 1.4):
+                    with self.subTest(bs=bs, kept=kept, host=host):
+                        server.host = host
+                        self.assertGreater(server.efficiency(bs, server.run(bs, 300)), 0.92, "at the change")
+                        self.assertGreater(server.efficiency(bs, server.run(bs, 300)), 0.98)
+
+    def test_a_slow_host_is_no_reason_to_draft_nothing(self):
+        """Without a draft the host has less to do, and what is known of that gets old."""
+        costs = StepCosts(WIDTHS, BATCHES, dict(SMALL_TABLE))
+        load = Load(4, 0, False)
+        for seconds in (1e-3, 2e-3, 2e-3, 2e-3, 2e-3, 2e-3, 2e-3):
+            costs.observe(load, 1, 0.75 * seconds, True)
+            costs.observe(load, 16, seconds, True)
+        self.assertAlmostEqual(costs.seconds(load, 32), 2e-3, delta=2e-4)
+        for _ in range(20):
+            costs.observe(load, 16, 6e-3, True)
+        self.assertGreater(costs.seconds(load, 1), 3e-3)
+        self.assertGreater(costs.seconds(load, 64), 5e-3)
+
+    def test_the_device_bounds_what_the_host_needs(self):
+        costs = StepCosts(WIDTHS, BATCHES, dict(SMALL_TABLE))
+        load = Load(32, 0, False)
+        for _ in range(10):
+            costs.observe(load, 8, 4e-3, True)
+        self.assertAlmostEqual(costs.seconds(load, 16), 4e-3)
+        for _ in range(10):
+            costs.observe(load, 48, costs.table[32, 48][0], False)
+        self.assertLessEqual(costs.seconds(load, 16), costs.table[32, 48][0])
+        self.assertAlmostEqual(costs.seconds(load, 64), costs.table[32, 64][0])
 
     def test_sampling_has_its_own_times(self):
         greedy, sampled = Load(4, 0, False), Load(4, 0, True)

@@ -32,6 +32,24 @@ class Budget:
         self.steps.append(step)
 
 
+class Event:
+    """An event of a device that is idle or busy."""
+
+    is_idle = False
+
+    def query(self):
+        return Event.is_idle
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 3.0
+
+
 class TestWidthControl(CustomTestCase):
     def setUp(self):
         self.budget = Budget()
@@ -111,6 +129,17 @@ class TestWidthControl(CustomTestCase):
                 control.interrupt()
             self.run_step(control, (3, 3), (2, 2))
         self.assertEqual([step.seconds is None for step in self.budget.steps], [True, False, True, False])
+
+    def test_a_step_knows_whether_the_device_waited_for_it(self):
+        control = self.control()
+        control._on_card = True
+        for slot in control._slots:
+            slot.end = Event()
+        for idle in (True, False, True, True, False, False):
+            Event.is_idle = idle
+            self.run_step(control, (3, 3), (2, 2))
+        self.assertEqual([step.host_bound for step in self.budget.steps], [False, False, True, True])
+        self.assertEqual([step.seconds for step in self.budget.steps], [None, 3e-3, 3e-3, 3e-3])
 
     def test_several_ranks_use_no_times_of_their_own(self):
         control = self.control(refines_costs=False)

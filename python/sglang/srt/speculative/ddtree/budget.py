@@ -2,7 +2,8 @@
 
 It divides the tokens that a step of each width should emit by the time that it should take:
 
-    time      by batch size, width and context: measured at the start, then corrected by the steps' own times
+    time      the device's, by batch size, width and context, or the host's if that is longer. The device's is measured at
+              the start. The steps' own times correct both
     tokens    the sum of the drafter's probabilities of the nodes, which calibration.py corrects by how often the target
               accepted such nodes. What error remains in the sum is corrected here
 
@@ -26,8 +27,13 @@ HYSTERESIS = 0.015  # another width must be expected to emit this much more per 
 RATE_OF_COSTS = 0.2
 RATE_OF_TOKENS = 0.08  # per request, of up to four
 RATE_OF_CORRECTION = 0.02  # accept lengths vary more from step to step than probabilities do
-OUTLIER = 1.5  # factor. If one time alone is further than this from the expected one, the host was late
+OUTLIER = 1.5  # factor. If one time alone is this much longer than expected, something else ran in between
+FEW = 3  # times, of which the mean says little
 SURPRISE = 0.15  # if a time is this far from the expected one, the other times of its kind may be wrong too
+# While the device bounds the steps, the host may become faster unseen. By these factors it is expected to, per report and
+# in all. A narrower width is then tried, which shows the host's time.
+HOST_DECAY, LEAST_DECAY = 0.98, 0.5
+PLAIN_HOST = 0.6  # the least part of the host's work that a step without a draft has
 # A probe is a step of another width than the present one, to learn what that costs.
 FIRST_WAIT, LAST_WAIT = 8, 1024  # steps before the first probe of a width; each later wait is twice as long
 FIRST_WAIT_IF_MEASURED = 40  # the first wait while the measured times hold
@@ -71,6 +77,7 @@ class Step(NamedTuple):
         load: of the step.
         width: its N.
         seconds: from the end of the step before it to its own end; None if something else ran in between.
+        host_bound: whether the device was idle before the step, because the host was late.
         expected: by width, tokens per request according to the drafter's probabilities, bonus token included; None if
             the step had no draft.
         emitted: tokens per request; None if the step had no draft.
@@ -81,16 +88,60 @@ class Step(NamedTuple):
     seconds: float | None
     expected: tuple[float, ...] | None = None
     emitted: float | None = None
+    host_bound: bool = False
+
+
+class _Mean:
+    """A running mean of times that leaves out a lone one that is much too long.
+
+    Attributes:
+        value: the mean.
+        count: of the times.
+    """
+
+    def __init__(self) -> None:
+        self.value, self.count = 0.0, 0
+        self._was_late = False
+
+    def add(self, new: float, expected: float, *, doubtful: bool = False) -> bool:
+        """Take in a time.
+
+        Args:
+            new: the time.
+            expected: in its place.
+            doubtful: whether the expectation is a guess, so that no time is much too long.
+
+        Returns:
+            Whether the time was a surprise.
+        """
+        late = new > expected * OUTLIER and not doubtful
+        # Of the first ones little is known yet, and the expectation may be wrong. A short one was not late.
+        if (late and self.count < FEW) or (new < expected / OUTLIER and not doubtful):
+            self.value, self.count = new, self.count + 1
+            return True
+        if late and not self._was_late:
+            self._was_late = True
+            return False  # one alone says nothing about the next step
+        self._was_late = late
+        if late:
+            new = expected * OUTLIER
+        self.value += max(RATE_OF_COSTS, 1.0 / (self.count + 1)) * (new - self.value)
+        self.count += 1
+        return abs(new / expected - 1.0) > SURPRISE
 
 
 class StepCosts:
     """Seconds per step.
 
+    Host and device work at the same time, so a step takes as long as the slower one needs. The host needs as long for
+    one width as for another; only a step without a draft has less to do. So what a step shows of the host holds for all
+    widths of its kind.
+
     Args:
         widths: N of every verify graph, ascending.
         batch_sizes: of the graphs, ascending. A batch runs in the smallest one that holds it.
-        table: (batch size, width) -> seconds without context, and seconds per token of context. None: not measured.
-            Times are then guessed, and the first steps correct them.
+        table: (batch size, width) -> the device's seconds without context, and seconds per token of context. None: not
+            measured. Times are then guessed, and the first steps correct them.
     """
 
     def __init__(
@@ -107,9 +158,13 @@ class StepCosts:
             for bs in batch_sizes
             for width in widths
         }
-        # (kind, width) -> how much longer steps take than the table says, and how many were timed
-        self._ratios: dict[tuple[Any, int], tuple[float, int]] = {}
-        self._outliers: set[tuple[Any, int]] = set()  # (kind, width) whose last time was one
+        # (kind, width) -> how much longer the device takes than the table says
+        self._ratios: dict[tuple[Any, int], _Mean] = {}
+        # (kind, whether the step has a draft) -> the host's seconds, and reports since the host last bound a step
+        self._hosts: dict[tuple[Any, bool], _Mean] = {}
+        self._unseen: dict[tuple[Any, bool], int] = {}
+        self._latest_host: tuple[Any, bool] | None = None
+        self._timed: set[tuple[Any, int]] = set()
 
     def kind(self, load: Load) -> tuple[int, bool]:
         """Return the kind of a load. Steps of one kind run the same graphs and the same sampler, and share their times."""
@@ -123,13 +178,14 @@ class StepCosts:
     def seconds_by_width(self, load: Load) -> list[float]:
         """Return the expected times of steps of all widths."""
         kind, of_others = self.kind(load), 0.0
+        hosts = self._host(kind, False), self._host(kind, True)
         found = []
         for width in self.widths:
             if (kind, width) in self._ratios:
-                ratio = self._ratios[kind, width][0]
+                ratio = self._ratios[kind, width].value
             else:
                 ratio = of_others = of_others or self._ratio_of_others(kind)
-            found.append(self._from_table(load, kind[0], width) * ratio)
+            found.append(max(self._from_table(load, kind[0], width) * ratio, hosts[width > 1]))
         return found
 
     def _from_table(self, load: Load, bs: int, width: int) -> float:
@@ -138,44 +194,64 @@ class StepCosts:
         return max(1.0, load.bs / bs) * fixed + load.context * per_token
 
     def _ratio_of_others(self, kind: tuple[int, bool]) -> float:
-        """Return the ratio of a width without times: that of its kind, or of all kinds. They share host and device."""
-        of_kind = [ratio for (other, _), (ratio, _) in self._ratios.items() if other == kind]
-        known = of_kind or [ratio for ratio, _ in self._ratios.values()]
+        """Return the ratio of a width without times: that of its kind, or of all kinds. They share the device."""
+        of_kind = [mean.value for (other, _), mean in self._ratios.items() if other == kind]
+        known = of_kind or [mean.value for mean in self._ratios.values()]
         return sum(known) / len(known) if known else 1.0
+
+    def _host(self, kind: tuple[int, bool], has_draft: bool) -> float:
+        """Return the host's seconds. If they were never seen, those of the steps that are most like it; at first 0."""
+        for key in ((kind, has_draft), (kind, not has_draft), self._latest_host):
+            if key in self._hosts:
+                return self._hosts[key].value * max(LEAST_DECAY, HOST_DECAY ** self._unseen.get(key, 0))
+        return 0.0
 
     def timed(self, load: Load, width: int) -> bool:
         """Return whether a step of this kind and width was timed."""
-        return (self.kind(load), width) in self._ratios
+        return (self.kind(load), width) in self._timed
 
-    def observe(self, load: Load, width: int, seconds: float) -> bool:
+    def observe(self, load: Load, width: int, seconds: float, host_bound: bool = False) -> bool:
         """Take in the time of a step.
 
         Args:
             load: of the step.
             width: its N.
             seconds: it took.
+            host_bound: whether the device waited for the host. The time is then the host's, else the device's. The
+                other one needed no longer.
 
         Returns:
-            Whether the time was a surprise.
+            Whether the device's time was a surprise.
         """
         kind = self.kind(load)
-        expected = self._from_table(load, kind[0], width)
-        ratio, count = self._ratios.get((kind, width), (0.0, 0))
-        before = expected * (ratio if count else self._ratio_of_others(kind))
-        doubtful = not self.measured and count == 0
-        if not doubtful and not before / OUTLIER < seconds < before * OUTLIER:
-            if count < 3:  # nothing is known yet, and the table may be wrong
-                self._ratios[kind, width] = seconds / expected, count + 1
-                return True
-            if (kind, width) not in self._outliers:
-                self._outliers.add((kind, width))
-                return False  # one alone says nothing about the next step
-            seconds = min(max(seconds, before / OUTLIER), before * OUTLIER)
-        else:
-            self._outliers.discard((kind, width))
-        weight = max(RATE_OF_COSTS, 1.0 / (count + 1))
-        self._ratios[kind, width] = ratio + weight * (seconds / expected - ratio), count + 1
-        return abs(seconds / before - 1.0) > SURPRISE
+        self._timed.add((kind, width))
+        table = self._from_table(load, kind[0], width)
+        mean = self._ratios.get((kind, width))
+        expected = table * (mean.value if mean is not None else self._ratio_of_others(kind))
+        self._observe_host((kind, width > 1), seconds, host_bound)
+        if host_bound and seconds >= expected:
+            return False
+        mean = self._ratios.setdefault((kind, width), _Mean())
+        doubtful = not self.measured and mean.count == 0
+        return mean.add(seconds / table, expected / table, doubtful=doubtful)
+
+    def _observe_host(self, key: tuple[Any, bool], seconds: float, host_bound: bool) -> None:
+        """Take in the host's time, or that it took no longer."""
+        kind, has_draft = key
+        if not host_bound:
+            self._unseen[key] = self._unseen.get(key, 0) + 1
+            if seconds >= self._host(kind, has_draft):
+                return
+        mean = self._hosts.setdefault(key, _Mean())
+        latest, self._latest_host = self._latest_host, key
+        unseen = self._unseen.pop(key, 0) if host_bound else 0
+        if unseen > FEW or (latest is not None and latest[0] != kind):
+            mean.count = min(mean.count, FEW)  # the host may have become faster or slower since then
+        mean.add(seconds, mean.value or seconds)
+        other = self._hosts.get((kind, not has_draft))
+        if other is not None:  # the host becomes slower or faster for both
+            least, most = (PLAIN_HOST, 1.0) if has_draft else (1.0, 1.0 / PLAIN_HOST)
+            other.value = min(max(other.value, least * mean.value), most * mean.value)
 
 
 @dataclass
@@ -336,7 +412,7 @@ class Budget:
         if step.seconds is None or kind is None:
             return
         first = not self.costs.timed(step.load, step.width)
-        surprised = self.costs.observe(step.load, step.width, step.seconds)
+        surprised = self.costs.observe(step.load, step.width, step.seconds, step.host_bound)
         kind.surprises = kind.surprises + 1 if surprised else 0
         if surprised and (first or kind.surprises == 2):  # later, one alone is noise
             kind.waits = {w: wait for w, wait in kind.waits.items() if self.costs.timed(step.load, w)}

@@ -5,7 +5,8 @@ The other lines are the calls of the budget, with which replay() repeats its cho
 
     {"header": {"block_size": F, "widths": [...], "batch_sizes": [...], "seconds": [[bs, width, fixed, per token], ...]}}
     {"choose": [bs, context, sampled], "width": N}
-    {"observe": [bs, context, sampled], "width": N, "seconds": s, "expected": [...], "emitted": t}
+    {"observe": [bs, context, sampled], "width": N, "seconds": s, "expected": [...], "emitted": t,
+     "host_bound": b}
     {"step": i, "width": N, "requests": [{"id", "tokens", "parents", "probabilities", "path", "emitted"}, ...]}
 """
 
@@ -181,5 +182,6 @@ def replay(lines: Iterable[dict[str, Any]]) -> tuple[list[int], list[int]]:
         if "observe" in line:
             expected = None if line["expected"] is None else tuple(line["expected"])
             load = Load(*line["observe"])
-            budget.observe(Step(load, line["width"], line["seconds"], expected, line["emitted"]))
+            host_bound = line.get("host_bound", False)
+            budget.observe(Step(load, line["width"], line["seconds"], expected, line["emitted"], host_bound))
     return recorded, chosen

@@ -51,6 +51,7 @@ class _Pending:
     width: int
     slot: _Slot
     before: _Slot | None  # of the step before, if nothing else ran between
+    host_bound: bool
     has_totals: bool
 
 
@@ -118,12 +119,14 @@ class WidthControl:
         width = self.budget.choose(load)
         if self.trace is not None:
             self.trace.choose(load, width)
-        self._next = load, width
+        # The launches of this step come next. What the device did before is done if they are late.
+        host_bound = self._on_card and self._before is not None and self._before.end.query()
+        self._next = load, width, host_bound
         return width
 
     def finish(self) -> None:
         """Start the copies of the step's report. Call it when accept and commit are launched."""
-        load, width = self._next
+        load, width, host_bound = self._next
         slot = self._slots[self._steps % len(self._slots)]
         self._same = self._same + 1 if (load.bs, width) == self._last else 0
         self._last = load.bs, width
@@ -134,7 +137,9 @@ class WidthControl:
                 slot.report[: load.bs].copy_(self.expectation.report[: load.bs], non_blocking=True)
             if has_totals:
                 slot.totals.copy_(self.expectation.totals, non_blocking=True)
-            self._pending.append(_Pending(self._steps, load, width, slot, self._before, has_totals))
+            self._pending.append(
+                _Pending(self._steps, load, width, slot, self._before, host_bound, has_totals)
+            )
         if self._on_card:
             slot.end.record()  # after the copies: who waits for it may read them
         else:
@@ -161,7 +166,7 @@ class WidthControl:
             expected = tuple(expected)
         if pending.has_totals:
             self._calibrate(slot.totals)
-        return Step(load, pending.width, seconds, expected, emitted)
+        return Step(load, pending.width, seconds, expected, emitted, pending.host_bound)
 
     def _calibrate(self, totals: torch.Tensor) -> None:
         counts = totals.double()
