@@ -1,7 +1,7 @@
 """Ends the validation of a list or an object in a request's body at its first wrong element.
 
 Pydantic reports every wrong element, once per type that the element could have had. A list of 100,000 numbers in place of
-messages gives millions of reports, and the HTTP process spends minutes on writing them down. No other request is answered
+messages gives millions of reports, and the HTTP process spends minutes writing them down. No other request is answered
 meanwhile.
 """
 

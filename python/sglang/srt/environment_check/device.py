@@ -217,7 +217,7 @@ def all_reduce_in(environment: dict[str, str], world: int) -> str | None:
 
 
 def all_reduce() -> list[Row]:
-    """Run an all-reduce over all cards. If it fails, runs it without peer-to-peer copies to find the cause."""
+    """Run an all-reduce over all cards. If it fails, run it again without peer-to-peer copies to find the cause."""
     import torch
 
     world = torch.cuda.device_count()

@@ -9,10 +9,11 @@ if TYPE_CHECKING:
 
 
 def arguments_schema(function: Function, schema: dict[str, Any], forced: bool) -> dict[str, Any]:
-    """Return the schema that the grammar holds the arguments of a tool call to.
+    """Return the schema that the grammar enforces on the arguments of a tool call.
 
-    Upstream frees the arguments of a tool that is not strict. A forced call then often has arguments that the tool
-    cannot take, such as ``{}`` or a number, since they are the shortest that the grammar allows.
+    Upstream does not constrain the arguments of a tool that is not strict. A forced call then often has
+    arguments that the tool cannot take, such as ``{}`` or a number, since they are the shortest that the
+    grammar allows.
 
     Args:
         function: the tool.

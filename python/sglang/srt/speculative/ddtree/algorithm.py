@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def keeps_no_state_per_node() -> bool:
     """Return whether recurrent layers are verified without a stored state per node.
 
-    They are if DDTREE serves, unless it runs upstream's verify too, to compare.
+    They are if DDTREE serves, except in the mode "validate", which also runs upstream's verify.
     """
     spec = get_spec()
     return spec.speculative_algorithm == "DDTREE" and spec.speculative_ddtree_verify != "validate"

@@ -176,8 +176,8 @@ def window_slots(
 ) -> VerifySlots:
     """Find the slots of the window layers: those of the nodes, and of the prefix tokens that a root can see.
 
-    To these layers the prefix is as long as the window. Upstream has freed the slots of older tokens, which are other
-    tokens' by now. A window counts from a node's position back, so leaving out the same tokens at the front of prefix
+    To these layers the prefix is as long as the window. Upstream has freed the slots of older tokens, which belong to
+    other tokens by now. A window counts from a node's position back, so leaving out the same tokens at the front of prefix
     and position changes nothing. The shapes do not depend on lengths, and a graph can capture it.
 
     Args:

@@ -109,7 +109,7 @@ class Bf16Query:
 
 
 class Bf16IndexKeys:
-    """What a backend of DeepSeek-V4 does in another way when index keys are bfloat16.
+    """What a backend of DeepSeek-V4 does differently when index keys are bfloat16.
 
     Args:
         backend: upstream's backend.
@@ -120,7 +120,7 @@ class Bf16IndexKeys:
         self._compress_others = backend._forward_compress_all_in_one
 
     def compress(self, **call: Any) -> None:
-        """Compress tokens and store the results. Only those of an indexer are stored in another way than upstream's.
+        """Compress tokens and store the results. Only an indexer's results are stored differently from upstream's.
 
         Args:
             call: the arguments of upstream's _forward_compress_all_in_one().
