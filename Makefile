@@ -30,6 +30,7 @@ serve: ## serve the demo model, or MODEL=...; ARGS="..." go to sglang.launch_ser
 	@.venv/bin/python $(SERVE)
 
 test: ## run all tests that this host can run (SUITE=unit|e2e|... for one suite)
+	@$(PYTHON) test/run_suite.py --suite $(SUITE) --check
 	@$(PYTHON) -m tools.environment --profile $(PROFILE) --extra test
 	@.venv/bin/python test/run_suite.py --suite $(SUITE)
 

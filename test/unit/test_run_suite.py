@@ -24,6 +24,23 @@ spec.loader.exec_module(run_suite)
 REGISTERED = 'register_cpu_ci(est_time=1, suite="unit")\nif __name__ == "__main__":\n    unittest.main()\n'
 
 
+class TestCheck(CustomTestCase):
+    """`make test` checks SUITE before it makes an environment, so this must work without one."""
+
+    def check(self, suite):
+        command = [sys.executable, "-S", str(SCRIPT), "--check", "--suite", suite]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        return ran.returncode, ran.stderr
+
+    def test_a_suite(self):
+        for suite in ("default", "unit"):
+            self.assertEqual(self.check(suite), (0, ""))
+
+    def test_an_unknown_suite(self):
+        expected = "error: --suite: expected default or one of unit, kernel, e2e, gpu, image, got units\n"
+        self.assertEqual(self.check("units"), (2, expected))
+
+
 class TestTally(CustomTestCase):
     def count(self, *runs):
         tally = run_suite.Tally()

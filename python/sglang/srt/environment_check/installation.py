@@ -131,7 +131,10 @@ def caches() -> list[Row]:
     status = WARN if free < FREE_WARNING else OK
     return [
         Row(
-            "caches", status, f"{len(folders)} folders under {place} writable, {free / 1e9:.0f} GB free", data
+            "caches",
+            status,
+            f"writable folders under {place}: {len(folders)}; {free / 1e9:.0f} GB free",
+            data,
         )
     ]
 
