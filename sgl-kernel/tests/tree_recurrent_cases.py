@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from sgl_kernel.ddtree import ChannelDelta, FixedDecay, GatedDelta, RecurrentWorkspace, StateSpace
@@ -153,75 +154,76 @@ class Case:
             return StateSpace(a, -decay.exp(), bias, skip)
         return FixedDecay(decay.exp())
 
-    def step(self, layer: int, row: int) -> tuple[torch.Tensor, ...]:
-        """Of one node, float64: q, k [h_v, d_k], v [h_v, d_v], g [h_v, 1 or d_k], beta [h_v], skip [h_v]."""
+    def step(self, layer: int, rows: int | slice) -> tuple[torch.Tensor, ...]:
+        """Of nodes, float64: q, k [.., h_v, d_k], v [.., h_v, d_v], g [.., h_v, 1 or d_k], beta [.., h_v], skip [h_v]."""
 
         def wide(tensor):
             return tensor.detach().double()
 
-        q, k = (wide(t[layer, row]).repeat_interleave(self.h_v // self.h_k, 0) for t in (self.q, self.k))
+        q, k = (wide(t[layer, rows]).repeat_interleave(self.h_v // self.h_k, -2) for t in (self.q, self.k))
         if self.normalize:
             q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
-        decay, skip = wide(self.decay[layer]), torch.zeros(self.h_v, dtype=torch.float64, device=self.device)
-        x = wide(self.a[layer, row]) + wide(self.bias[layer])
+        v, decay = wide(self.v[layer, rows]), wide(self.decay[layer])
+        skip = torch.zeros_like(decay)
+        x = wide(self.a[layer, rows]) + wide(self.bias[layer])
         softplus = torch.where(x > 20, x, torch.log1p(torch.exp(x)))
-        beta = torch.sigmoid(wide(self.b[layer, row]))
+        beta = torch.sigmoid(wide(self.b[layer, rows]))
         if self.kind == "gated":
-            g = (-decay.exp() * softplus)[:, None]
+            g = (-decay.exp() * softplus)[..., None]
         elif self.kind == "channel":
             rate = decay.exp()[:, None]
             g = -rate * softplus if self.lower_bound is None else self.lower_bound * torch.sigmoid(rate * x)
         elif self.kind == "space":
-            g, beta, skip = (
-                (wide(-self.decay[layer].exp()) * softplus)[:, None],
-                softplus,
-                wide(self.skip[layer]),
-            )
+            g, beta = (wide(-self.decay[layer].exp()) * softplus)[..., None], softplus
+            skip = wide(self.skip[layer])
         else:
-            g, beta = (
-                -wide(self.decay[layer].exp())[:, None],
-                torch.ones(self.h_v, dtype=torch.float64, device=self.device),
-            )
-        return q * self.scale, k, wide(self.v[layer, row]), g, beta, skip
+            beta = torch.ones_like(v[..., 0])
+            g = -wide(self.decay[layer].exp())[:, None].expand(*beta.shape, 1)
+        return q * self.scale, k, v, g, beta, skip
 
 
-@dataclass
-class Expected:
-    """Of one request and layer, float64: outputs and states per node, and the bounds of their errors."""
+class Expected(NamedTuple):
+    """Of all requests of a layer, float64: outputs and states per node, and the bounds of their errors."""
 
-    o: list[torch.Tensor] = field(default_factory=list)  # [h_v, d_v]
-    o_bound: list[torch.Tensor] = field(default_factory=list)
-    states: list[torch.Tensor] = field(default_factory=list)  # [h_v, d_v, d_k]
-    bounds: list[torch.Tensor] = field(default_factory=list)  # [h_v, d_v], of a column's norm
+    o: torch.Tensor  # [bs, N, h_v, d_v]
+    o_bound: torch.Tensor
+    states: torch.Tensor  # [bs, N, h_v, d_v, d_k]
+    bounds: torch.Tensor  # [bs, N, h_v, d_v], of a column's norm
 
 
 def apply_step(state, bound, step, delta: bool, epsilon: float):
     """(state, bound) after one token."""
     _, k, v, g, beta, _ = step
-    decayed = state * g.exp()[:, None, :]
-    u = beta[:, None] * (v - (decayed * k[:, None, :]).sum(-1) if delta else v)
-    after = decayed + u[..., None] * k[:, None, :]
-    magnitude = decayed.norm(dim=-1) + (u.abs() + beta[:, None] * v.abs()) * k.norm(dim=-1)[:, None]
+    decayed = state * g.exp()[..., None, :]
+    u = beta[..., None] * (v - (decayed * k[..., None, :]).sum(-1) if delta else v)
+    after = decayed + u[..., None] * k[..., None, :]
+    magnitude = decayed.norm(dim=-1) + (u.abs() + beta[..., None] * v.abs()) * k.norm(dim=-1)[..., None]
     return after, bound + epsilon * magnitude
 
 
-def expected(case: Case, request: int, layer: int = 0) -> Expected:
-    epsilon = step_epsilon(case.device)
-    stored = case.states[layer, case.slots[request]].double()
-    zero = torch.zeros(stored.shape[:2], dtype=torch.float64, device=case.device)
-    out = Expected()
-    for node, parent in enumerate(case.parents[request]):
-        step = case.step(layer, request * case.nodes + node)
-        before = (stored, zero) if parent < 0 else (out.states[parent], out.bounds[parent])
-        state, bound = apply_step(*before, step, case.kind in ("gated", "channel"), epsilon)
-        q, v, skip = step[0], step[2], step[5]
-        o = (state * q[:, None, :]).sum(-1) + skip[:, None] * v
-        out.states.append(state)
-        out.bounds.append(bound)
-        out.o.append(o)
-        error = (
-            q.norm(dim=-1)[:, None] * (bound + epsilon * state.norm(dim=-1))
-            + epsilon * (skip[:, None] * v).abs()
+def expected(case: Case, layer: int = 0, states: torch.Tensor | None = None) -> Expected:
+    """From `states` instead of the case's, if given. What it says about requests without a slot means nothing."""
+    bs, epsilon = len(case.slots), step_epsilon(case.device)
+    requests, slots = torch.arange(bs, device=case.device), case.state_indices.long().clamp(min=0)
+    stored = (case.states if states is None else states)[layer, slots].double()
+    *steps, skip = case.step(layer, slice(None))
+    q, k, v, g, beta = (part.unflatten(0, (bs, case.nodes)) for part in steps)
+    # Place 0 is the stored state, the root's parent; node t has place t + 1.
+    places = torch.tensor(case.parents, device=case.device) + 1
+    after = stored.new_empty(bs, case.nodes + 1, *stored.shape[1:])
+    bounds = stored.new_zeros(after.shape[:-1])
+    after[:, 0] = stored
+    for node in range(case.nodes):
+        at, place = (slice(None), node), places[:, node]
+        after[:, node + 1], bounds[:, node + 1] = apply_step(
+            after[requests, place],
+            bounds[requests, place],
+            (q[at], k[at], v[at], g[at], beta[at], skip),
+            case.kind in ("gated", "channel"),
+            epsilon,
         )
-        out.o_bound.append(error + UNIT[case.dtype] * (o.abs() + error))
-    return out
+    after, bounds = after[:, 1:], bounds[:, 1:]
+    skipped = skip[:, None] * v
+    o = torch.einsum("bnhvk,bnhk->bnhv", after, q) + skipped
+    error = q.norm(dim=-1)[..., None] * (bounds + epsilon * after.norm(dim=-1)) + epsilon * skipped.abs()
+    return Expected(o, error + UNIT[case.dtype] * (o.abs() + error), after, bounds)
