@@ -87,7 +87,8 @@ class Expectation:
             trees.tokens, trees.parents, trees.depths, trees.ancestors, trees.sizes, candidates, self.scores,
             self.factors, self._widths, self.ranks, self.probabilities, self.report, N=num_nodes,
             NODES=triton.next_power_of_2(num_nodes), WORDS=trees.ancestors.shape[2], D=candidates.shape[1],
-            K=candidates.shape[2], WIDTHS=self._widths.numel(), num_warps=4,
+            K=candidates.shape[2], WIDTHS=self._widths.numel(),
+            COLUMNS=triton.next_power_of_2(self._widths.numel()), num_warps=4,
         )  # fmt: skip
 
     def count(self, trees: DraftTrees, accepted: Accepted, rows: torch.Tensor, num_nodes: int) -> None:
@@ -153,6 +154,7 @@ def _predict_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     K: tl.constexpr,
     WIDTHS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
@@ -187,10 +189,10 @@ def _predict_kernel(  # type: ignore[no-untyped-def]
                 of_ancestor = tl.sum(tl.where(node == 64 * word + bit, calibrated, 0.0), axis=0)
                 total += tl.where(((bits >> bit) & 1) == 1, of_ancestor, 0.0)
     kept = tl.where(drafted, tl.exp(total), 0.0)
-    for i in tl.static_range(WIDTHS):
-        width = tl.load(widths + i)
-        expected = 1.0 + tl.sum(tl.where(node < width, kept, 0.0), axis=0)
-        tl.store(report + row * (WIDTHS + 1) + i, expected)
+    column = tl.arange(0, COLUMNS)  # all widths in one reduction: each takes a microsecond of the step
+    width = tl.load(widths + column, mask=column < WIDTHS, other=0)
+    expected = 1.0 + tl.sum(tl.where(node[None, :] < width[:, None], kept[None, :], 0.0), axis=1)
+    tl.store(report + row * (WIDTHS + 1) + column, expected, mask=column < WIDTHS)
 
 
 @triton.jit
