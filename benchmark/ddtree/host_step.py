@@ -3,8 +3,8 @@
 It runs engines (support.engine) with graphs and overlap scheduling, without HTTP and tokenizer. A group of engines
 starts together; then one is measured at a time while the others are idle. A first pass times the stages on the host. A
 second pass, under torch's profiler, counts launches and gives the device time of each stage. The profiler slows the host
-down, so no host time is taken from it. With --rounds, every engine of the group is measured once per round, so that
-other work on the host slows all of them alike. The first of several rounds only warms up.
+down, so no host time is taken from it. With --rounds, the engines of the group take turns at every batch of a round, so
+that other work on the host slows all of them alike. The first of several rounds only warms up.
 
     PYTHONPATH=test python -m benchmark.ddtree.host_step --model DIR --drafter DIR
     PYTHONPATH=test python -m benchmark.ddtree.host_step --model DIR --drafter DIR --rounds 10 --no-profile
@@ -23,6 +23,7 @@ import datetime
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
@@ -138,6 +139,7 @@ class Widths:
         if control is not None:
             self._budget, self._most = control.budget, None
             self._choose, control.choose = control.choose, self._count
+        self._is_measured = False
 
     @property
     def are_chosen(self) -> bool:
@@ -147,6 +149,21 @@ class Widths:
     def can_be(self, width: int) -> bool:
         """Return whether the engine can run steps of this width by order."""
         return self.are_chosen and width in self._budget.widths
+
+    def measure_alone(self, engine: Engine) -> None:
+        """Measures the times of steps again, once. When the engines of a group start at once, they slow each other down.
+
+        It overwrites KV in the pool.
+        """
+        graphs = getattr(engine.scheduler.draft_worker, "step_graphs", None)
+        if self._is_measured or not self.are_chosen or graphs is None:
+            return
+        from sglang.srt.speculative.ddtree.step_costs import measure
+
+        self._is_measured = True
+        with torch.inference_mode():
+            self._budget.costs.table.update(measure(graphs))
+        torch.cuda.synchronize()  # the next step runs on another stream
 
     def fix(self, width: int | None) -> None:
         """Fix the width of the next steps, and let the budget learn nothing from them. None: the budget chooses again."""
@@ -262,8 +279,8 @@ class Measurement:
 
         Args:
             engine: to measure.
-            ready: barrier of the group's engines. A round begins when all of them have reached it.
-            stop: event. Once it is set, no round begins.
+            ready: barrier of the group's engines. A batch begins when all of them have reached it.
+            stop: event. Once it is set, no batch of a second or later round begins.
             turn: lock. One engine is measured at a time.
             rows: queue. It gets a row per round and batch.
             case: of the rows.
@@ -282,7 +299,9 @@ class Measurement:
 
             stand_in = StandIn(engine, dict(zip(options.temperatures, options.acceptance, strict=True)))
         watch(engine.scheduler, stages)
-        for i, of_round in enumerate(batches):
+        if options.cores:
+            os.sched_setaffinity(0, options.cores)  # of this thread, which runs the scheduler
+        for i, name, of_row in [(i, *row) for i, of_round in enumerate(batches) for row in of_round.items()]:
             try:
                 ready.wait(START_SECONDS)
             except threading.BrokenBarrierError:
@@ -290,25 +309,30 @@ class Measurement:
             if i > 0 and stop.is_set():
                 break
             with turn:
-                for name, of_row in of_round.items():
-                    if stand_in is not None:
-                        stand_in.begin(of_row[0].temperature, len(of_row[0].prompts))
-                    if i == 0:
-                        # Fills the radix cache with the prompts. A budget learns from the first batch.
-                        settle = options.settle if widths.are_chosen else 0
-                        for batch, tokens in zip(of_row, [settle] + [0] * len(of_row)):
-                            decode(engine, batch, max(tokens, 2 * SKIPPED_STEPS))
-                    for width in (None, *filter(widths.can_be, options.also)):
-                        widths.fix(width)
-                        named = case if width is None else f"{case.split(':')[0]}, graphs of auto:{width}"
-                        row = dict(case=named, batch=name, round=i)
-                        try:
-                            row |= self._measure(engine, stages, widths, stand_in, of_row, i, options)
-                        except ValueError as error:  # one row less is no reason to lose the others
-                            print(f"{named}, {name}, round {i}: {error}", file=sys.stderr, flush=True)
-                            continue
-                        rows.put(row)
-                    widths.fix(None)
+                if i == 0:
+                    self._warm_up(engine, widths, stand_in, of_row, options)
+                for width in (None, *filter(widths.can_be, options.also)):
+                    widths.fix(width)
+                    named = case if width is None else f"{case.split(':')[0]}, graphs of auto:{width}"
+                    row = dict(case=named, batch=name, round=i)
+                    try:
+                        row |= self._measure(engine, stages, widths, stand_in, of_row, i, options)
+                    except ValueError as error:  # one row less is no reason to lose the others
+                        print(f"{named}, {name}, round {i}: {error}", file=sys.stderr, flush=True)
+                        continue
+                    rows.put(row)
+                widths.fix(None)
+
+    def _warm_up(
+        self, engine: Engine, widths: Widths, stand_in: Any, batches: list[Batch], options: argparse.Namespace
+    ) -> None:
+        """Fills the radix cache with the prompts of a row. A budget learns from the first batch."""
+        widths.measure_alone(engine)
+        if stand_in is not None:
+            stand_in.begin(batches[0].temperature, len(batches[0].prompts))
+        settle = options.settle if widths.are_chosen else 0
+        for batch, tokens in zip(batches, [settle] + [0] * len(batches)):
+            decode(engine, batch, max(tokens, 2 * SKIPPED_STEPS))
 
     def _measure(
         self,
@@ -336,7 +360,7 @@ class Measurement:
 
 
 class LastRound:
-    """Sets an event when there is no time for another round. It is the action of the barrier between rounds.
+    """Sets an event when there is no time for another batch. It is the action of the barrier between batches.
 
     Args:
         stop: the event.
@@ -570,8 +594,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=4, help="engines of a group")
     parser.add_argument("--rounds", type=int, default=1, help="how often each engine of a group is measured")
     parser.add_argument(
-        "--seconds", type=float, default=1e9, help="begin no second or later round after this time"
+        "--seconds",
+        type=float,
+        default=1e9,
+        help="after this time, begin no batch of a second or later round",
     )
+    parser.add_argument("--cores", type=int, nargs="+", help="CPUs that the engines are measured on")
     parser.add_argument("--kernels", type=int, default=12, help="the longest kernels to print")
     parser.add_argument("--no-profile", action="store_true", help="only time the host")
     parser.add_argument("--device", default="cuda")
