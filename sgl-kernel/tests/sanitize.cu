@@ -54,13 +54,14 @@ struct Shape {
   int d_qk, d_v, h_q, num_nodes, num_splits;
   bool options;  // sliding window, cap, sinks, scales
   int prefix = 45;
+  bool draft_block = false;  // every node sees all others, as in a drafter's block
 };
 
 std::string describe(const Shape& s) {
   char text[128];
-  std::snprintf(text, sizeof text, "q %s, KV %s, head size %d, %d nodes x %d heads, %d splits",
+  std::snprintf(text, sizeof text, "q %s, KV %s, head size %d, %d nodes%s x %d heads, %d splits",
                 s.q_dtype == DType::kBFloat16 ? "bf16" : "fp16", s.kv_dtype == DType::kFloat8E4M3 ? "fp8" : "as q",
-                s.d_qk, s.num_nodes, s.h_q, s.num_splits);
+                s.d_qk, s.num_nodes, s.draft_block ? " of a draft block" : "", s.h_q, s.num_splits);
   return text;
 }
 
@@ -109,22 +110,32 @@ double run(const Shape& s, double lse_error, bool rounds_q) {
   const bool mla = s.d_qk == kMlaQkDim;
   const int h_kv = 1, bs = 3, words = ancestor_words(s.num_nodes);
   const std::vector<int32_t> sizes = {s.num_nodes, 0, 2}, prefix = {s.prefix, 7, 0};
-  const int total = s.num_nodes + 2, num_slots = total + s.prefix + 9;
-  std::vector<int32_t> qo_indptr = {0}, kv_indptr = {0}, slots(num_slots);
+  const int total = s.num_nodes + 2;
+  std::vector<int32_t> qo_indptr = {0}, kv_indptr = {0}, kv_indices, tree_slots;
+  const int num_slots = total + s.prefix + 15;  // some that no request names
+  std::vector<int32_t> slots(num_slots);
+  std::iota(slots.begin(), slots.end(), 0);
+  std::shuffle(slots.begin(), slots.end(), rng);
+  int next = 0;
   for (int r = 0; r < bs; ++r) {
     qo_indptr.push_back(qo_indptr.back() + sizes[r]);
     kv_indptr.push_back(kv_indptr.back() + prefix[r]);
+    for (int token = 0; token < prefix[r] + sizes[r]; ++token)
+      (token < prefix[r] ? kv_indices : tree_slots).push_back(slots[next++]);
   }
-  std::iota(slots.begin(), slots.end(), 0);
-  std::shuffle(slots.begin(), slots.end(), rng);
-  const std::vector<int32_t> tree_slots(slots.begin(), slots.begin() + total);
-  const std::vector<int32_t> kv_indices(slots.begin() + total, slots.begin() + total + kv_indptr.back());
+  std::vector<bool> named(num_slots + 1, false);  // of a request that has nodes
+  for (int r = 0; r < bs; ++r) {
+    if (sizes[r] == 0) continue;
+    for (int i = kv_indptr[r]; i < kv_indptr[r + 1]; ++i) named[kv_indices[i]] = true;
+    for (int i = qo_indptr[r]; i < qo_indptr[r + 1]; ++i) named[tree_slots[i]] = true;
+  }
   std::vector<uint64_t> ancestors(int64_t{total} * words, 0);
   for (int r = 0; r < bs; ++r) {
     for (int i = 0; i < sizes[r]; ++i) {
       uint64_t* row = &ancestors[int64_t{qo_indptr[r] + i} * words];
       if (i > 0) std::copy_n(&ancestors[int64_t{qo_indptr[r]} * words + int64_t(rng() % i) * words], words, row);
       row[i / kAncestorWordBits] |= ancestor_bit(i);
+      for (int j = 0; s.draft_block && j < sizes[r]; ++j) row[j / kAncestorWordBits] |= ancestor_bit(j);
     }
   }
 
@@ -133,12 +144,13 @@ double run(const Shape& s, double lse_error, bool rounds_q) {
   q.upload(0, q.host.size());
   const auto cache_bytes = [&](int d) { return int64_t{num_slots} * h_kv * d * bytes_of(s.kv_dtype); };
   Buffer k(cache_bytes(s.d_qk)), v(mla ? 0 : cache_bytes(s.d_v));
-  for (int i = 0; i < total + s.prefix; ++i) {
-    for (Buffer* cache : {&k, &v}) {
-      const size_t bytes = cache->host.size() / num_slots;
-      if (bytes == 0) continue;
-      fill(s.kv_dtype, cache->host.data() + slots[i] * bytes, bytes / bytes_of(s.kv_dtype));
-      cache->upload(slots[i] * bytes, bytes);
+  for (Buffer* cache : {&k, &v}) {
+    const size_t bytes = cache->host.size() / num_slots;
+    fill(s.kv_dtype, cache->host.data(), cache->host.size() / bytes_of(s.kv_dtype));
+    for (int slot = 0, first = 0; slot <= num_slots; ++slot) {
+      if (named[slot]) continue;
+      if (bytes > 0 && slot > first) cache->upload(first * bytes, (slot - first) * bytes);
+      first = slot + 1;
     }
   }
   Buffer qo_indptr_(qo_indptr), kv_indptr_(kv_indptr), kv_indices_(kv_indices), prefix_(prefix), tree_(tree_slots),
@@ -237,6 +249,9 @@ int run_all(const char* kernels, Fp8 fp8) {
         shapes.push_back({q_dtype, kv_dtype, kMlaQkDim, kMlaVDim, 4, 5, num_splits, options});
         shapes.push_back({q_dtype, kv_dtype, kMlaQkDim, kMlaVDim, 4, 20, num_splits, options});
         shapes.push_back({q_dtype, kv_dtype, kMlaQkDim, kMlaVDim, 1, 220, num_splits, options});  // stages used again
+        // Nodes of one block of rows see those of another.
+        for (int d : kGqaHeadSizes) shapes.push_back({q_dtype, kv_dtype, d, d, 2, 150, num_splits, options, 45, true});
+        shapes.push_back({q_dtype, kv_dtype, kMlaQkDim, kMlaVDim, 4, 70, num_splits, options, 45, true});
         for (const Shape& shape : shapes) {
           ++launches;
           const Fp8 how = kv_dtype == DType::kFloat8E4M3 ? fp8 : Fp8::kConverts;

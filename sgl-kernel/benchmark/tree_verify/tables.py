@@ -50,17 +50,16 @@ def limits(rows: list[dict]) -> None:
 
 def peers(rows: list[dict]) -> None:
     def line(row: dict) -> tuple[str, ...]:
-        times = {name: peer["us"] for name, peer in row["peers"].items() if "us" in peer}
-        ratio = row["us"] / min(times.values()) if times else None
-        return (
-            row["name"],
-            kv(row),
-            number(row["us"]),
-            *(number(times.get(name)) for name in PEERS),
-            number(ratio, ".2f"),
+        found = {name: peer for name, peer in row["peers"].items() if "us" in peer and name in PEERS}
+        fastest = min(found.values(), key=lambda peer: peer["us"], default=None)
+        cells = (
+            number(found[name][us] if name in found else None) for name in PEERS for us in ("us", "ours_us")
         )
+        ratio = fastest["ours_us"] / fastest["us"] if fastest else None
+        return (row["name"], kv(row), *cells, number(ratio, ".2f"))
 
-    print_table(["shape", "KV", "ours", *PEERS, "ours / fastest"], map(line, rows))
+    names = [column for name in PEERS for column in (name, "ours")]
+    print_table(["shape", "KV", *names, "ours / fastest"], map(line, rows))
 
 
 def errors(rows: list[dict]) -> None:
