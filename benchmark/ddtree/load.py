@@ -1,7 +1,7 @@
 """Runs mixed load on a DDTREE server for a given time: does anything crash, leak or answer wrongly?
 
 The load has short and long prompts, T = 0 and 1, regex and JSON grammars, stop strings, n = 2, logprobs,
-streams, clients that hang up, and requests that are aborted. With --pool 5120 the KV pool is too small for
+streams, clients that hang up, and requests that are aborted. With --pool 4096 the KV pool is too small for
 all of them. At the same time a plain server judges each token of every greedy answer by one prefill (see
 bench_server.py). Afterwards the load that the server reports must be what it was before.
 
