@@ -37,6 +37,12 @@ CPU_TOKENS = 65536
 # On a CPU each node of the tree costs computation. On a GPU the algorithm's own default is as cheap. A draft pass
 # need not be longer than the tree.
 CPU_WIDTHS = ["--speculative-num-draft-tokens", "8", "--speculative-dflash-block-size", "8"]
+DRAFTER_FLAGS = ("--speculative-draft-model-path", "--speculative-draft-model")
+WIDTH_FLAGS = (
+    "--speculative-num-draft-tokens",
+    "--speculative-dflash-block-size",
+    "--speculative-ddtree-budget",
+)
 DEMO_DRAFTER = ROOT / "demo" / "SmolLM2-135M-DFlash"
 QUESTION = "Write a Python function that returns the n-th Fibonacci number."
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
@@ -117,18 +123,23 @@ def hint(url: str, model_name: str) -> str:
 
 
 def is_given(flag: str, further: list[str]) -> bool:
-    """Return whether the user gave `flag`, or a flag that begins with it if it ends in a dash."""
-    return any(
-        word.startswith(flag) if flag.endswith("-") else word.partition("=")[0] == flag for word in further
-    )
+    """Return whether the user gave `flag`."""
+    return any(word.partition("=")[0] == flag for word in further)
 
 
 def speculation(further: list[str]) -> list[str]:
-    """Return flags that speed the demo model up with its drafter, unless the user chose for themselves."""
-    if is_given("--speculative-", further):
+    """Return flags that speed the demo model up with DDTREE, unless the user chose an algorithm.
+
+    What else the user chose stays: the drafter, and the widths.
+    """
+    if is_given("--speculative-algorithm", further):
         return []
-    flags = ["--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(DEMO_DRAFTER)]
-    return flags + (CPU_WIDTHS if on_cpu() else [])
+    flags = ["--speculative-algorithm", "DDTREE"]
+    if not any(is_given(flag, further) for flag in DRAFTER_FLAGS):
+        flags += ["--speculative-draft-model-path", str(DEMO_DRAFTER)]
+    if on_cpu() and not any(is_given(flag, further) for flag in WIDTH_FLAGS):
+        flags += CPU_WIDTHS
+    return flags
 
 
 def on_cpu() -> bool:

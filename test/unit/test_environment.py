@@ -502,6 +502,13 @@ class TestServe(CustomTestCase):
                 self.assertEqual((flags[1], Path(flags[3]).is_dir(), flags[4:]), ("DDTREE", True, given))
                 self.assertEqual(serve.speculation(["--speculative-algorithm=NGRAM"]), [])
 
+    def test_what_the_user_chose_of_speculation_stays(self):
+        with mock.patch.object(serve, "version", return_value="0.4.10+cpu"):
+            for width in ("--speculative-num-draft-tokens=16", "--speculative-ddtree-budget=auto"):
+                self.assertEqual(serve.speculation([width])[4:], [])
+            flags = serve.speculation(["--speculative-draft-model-path", "mine"])
+            self.assertEqual(flags, ["--speculative-algorithm", "DDTREE", *serve.CPU_WIDTHS])
+
     def test_the_demos_kv_pool_is_small_on_a_cpu(self):
         for kernel, given, expected in (
             ("0.4.10+cpu", [], ["--max-total-tokens", str(serve.CPU_TOKENS)]),
