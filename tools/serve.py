@@ -180,20 +180,20 @@ class Output:
     """Shows a server's output on this process's own, without the lines that tools/quiet.py hides."""
 
     def __init__(self, server: subprocess.Popen[bytes]) -> None:
-        self.hidden = 0
+        self.hidden: list[int] = []  # lines of each stream
         pairs = ((server.stdout, sys.stdout.buffer), (server.stderr, sys.stderr.buffer))
         self.threads = [threading.Thread(target=self._copy, args=pair, daemon=True) for pair in pairs]
         for thread in self.threads:
             thread.start()
 
     def _copy(self, source: IO[bytes], sink: IO[bytes]) -> None:
-        self.hidden += relay(source.fileno(), sink)
+        self.hidden.append(relay(source.fileno(), sink))
 
     def finish(self) -> int:
         """Wait for the rest of the output; return how many lines were hidden."""
         for thread in self.threads:
             thread.join(timeout=5)  # a process that outlives the server may keep the pipe open
-        return self.hidden
+        return sum(self.hidden)
 
 
 def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
@@ -241,8 +241,9 @@ def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
             flush=True,
         )
     status = server.wait()
-    if output and output.finish() and status and not asked_to_stop:
-        print(f"{output.hidden} lines of the log were hidden; --log-level debug shows them.", file=sys.stderr)
+    hidden = output.finish() if output else 0
+    if hidden and status and not asked_to_stop:
+        print(f"{hidden} lines of the log were hidden; ARGS='--log-level debug' shows them.", file=sys.stderr)
     return 0 if asked_to_stop else status
 
 

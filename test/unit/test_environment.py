@@ -461,6 +461,12 @@ class TestServe(CustomTestCase):
             self.run_server("--log-level=debug")
         relay.assert_not_called()
 
+    def test_the_hidden_lines_of_both_streams_are_counted(self):
+        code = f"import sys, time; print({NOISE[0]!r}, file=sys.stderr, flush=True); time.sleep(0.5); print({NOISE[0]!r})"
+        pipe = subprocess.PIPE
+        with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe) as server:
+            self.assertEqual(serve.Output(server).finish(), 2)
+
     def test_what_is_hidden(self):
         self.assertEqual([line for line in NOISE if not quiet.is_hidden(line.encode())], [])
         shown = (
