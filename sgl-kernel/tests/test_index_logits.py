@@ -159,7 +159,7 @@ def test_many_requests(device):
 
 @on_each_device
 def test_a_row_does_not_depend_on_the_batch(device):
-    """The same bits alone, in a batch, and beside other rows of the request."""
+    """The same bits alone, in a batch, and next to other rows of the request."""
     case = Case([[300, 301, 302], [64, 65, 66], [1000, 1001, 1002]], device=device)
     together = case.run()
     q, keys, weights, seq_lens, table, out = case.arguments

@@ -126,7 +126,7 @@ ENDED_A_SERVER = [
     {"return_logprob": True, "top_logprobs_num": 60_000},
     {"return_logprob": True, "logprob_start_len": -5},
 ]
-# These ended a server beside COMPANION. They are refused, or the grammar ends this one request.
+# These ended a server that ran COMPANION in the same batch. They are refused, or the grammar ends this one request.
 ENDED_A_SERVER_IN_COMPANY = [
     ({"sampling_params": {"ebnf": 'root ::= root "a"'}}, 500),
     ({"sampling_params": {"ebnf": 'root ::= "a" x\nx ::= x "a"'}}, 500),
