@@ -195,7 +195,7 @@ def server_flags(case: str, options: argparse.Namespace) -> list[str]:
 
 
 def start_servers(options: argparse.Namespace, servers: dict[str, Server]) -> None:
-    """Start a server per case, all at once, and wait for them.
+    """Start a server per case and wait for them: first those that measure their steps' times, then the others at once.
 
     Args:
         options: the arguments of the command line.
@@ -205,12 +205,17 @@ def start_servers(options: argparse.Namespace, servers: dict[str, Server]) -> No
         RuntimeError: a server did not start in time.
     """
     deadline = time.monotonic() + options.start_seconds
-    for i, case in enumerate(options.cases):
-        log = options.logs / f"{i}.log"
-        servers[case] = Server(options.model, options.port + i, log, server_flags(case, options))
-    for case, server in servers.items():
-        if not server.wait(deadline):
-            raise RuntimeError(f"{case}: the server did not start: {server.log.read_text()[-2000:]}")
+    measuring = [case for case in options.cases if "=auto" in case]
+    for together in (*([case] for case in measuring), [c for c in options.cases if c not in measuring]):
+        for case in together:
+            i = options.cases.index(case)
+            log = options.logs / f"{i}.log"
+            servers[case] = Server(options.model, options.port + i, log, server_flags(case, options))
+        for case in together:
+            if not servers[case].wait(deadline):
+                raise RuntimeError(
+                    f"{case}: the server did not start: {servers[case].log.read_text()[-2000:]}"
+                )
 
 
 def measure_round(
@@ -257,9 +262,10 @@ def main() -> None:
         for number in range(options.rounds):
             if time.monotonic() - start > options.seconds:
                 break
-            result["results"] += measure_round(number, options, servers, dataset, available)
-            result["summary"] = summarize(result["results"])
-            save(result, options.output)
+            for row in measure_round(number, options, servers, dataset, available):
+                result["results"].append(row)
+                result["summary"] = summarize(result["results"])
+                save(result, options.output)
             print(f"round {number} is done after {time.monotonic() - start:.0f} s", flush=True)
     finally:
         for server in servers.values():
