@@ -26,6 +26,7 @@ from sglang.srt.speculative.ddtree.drafter import drafter_config, refuse_path
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -337,6 +338,20 @@ def choose_attention_backends(args: ServerArgs) -> None:
     )
 
 
+class Widths(NamedTuple):
+    """The sizes of a draft.
+
+    Attributes:
+        num_nodes: N.
+        block_size: F.
+        num_candidates: K.
+    """
+
+    num_nodes: int
+    block_size: int
+    num_candidates: int
+
+
 def resolve_widths(args: ServerArgs) -> None:
     """Fill in N, F and K from the arguments, the drafter's config and the defaults.
 
@@ -350,36 +365,63 @@ def resolve_widths(args: ServerArgs) -> None:
         ArgumentRefused: a width outside the limits of the tree ops or of the drafter's head.
     """
     # Here and not above: the plug-in is imported by every process, and this import loads the op libraries.
-    from sgl_kernel.ddtree import MAX_CANDIDATES, MAX_DEPTH, MAX_NODES, MAX_RECURRENT_NODES
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.speculative.ddtree.heads import head_class, trained_block_size
+    from sglang.srt.speculative.ddtree.heads import head_class
 
     config = drafter_config(args)
-    head = head_class(config)
-    auto = args.speculative_ddtree_budget == AUTO_BUDGET
-    recurrent = mambaish_config(model_config_of(args)) is not None
-    max_nodes = MAX_RECURRENT_NODES if recurrent and _device(args) == "cuda" else MAX_NODES
+    widths = _widths_or_defaults(args, config)
+    _refuse_widths(args, widths)
+    head_class(config).refuse_widths(config, widths.block_size, widths.num_candidates)
+    widths = _without_excess(widths)
+    logger.info(
+        "DDTREE: trees of up to %d nodes (N); a draft pass has %d positions (F) with %d candidates each (K).",
+        *widths,
+    )
+    args.speculative_num_steps = 1
+    args.speculative_eagle_topk = widths.num_candidates
+    args.speculative_dflash_block_size = widths.block_size
+    args.speculative_num_draft_tokens = widths.num_nodes
+
+
+def _widths_or_defaults(args: ServerArgs, config: PretrainedConfig) -> Widths:
+    """Return the widths that the user asked for, and defaults for the others. `config` is the drafter's."""
+    from sglang.srt.speculative.ddtree.heads import head_class, trained_block_size
+
     block_size = args.speculative_dflash_block_size
     if block_size is None:
         block_size = trained_block_size(config)
     num_nodes = asked_nodes(args)
     if num_nodes is None:
+        auto = args.speculative_ddtree_budget == AUTO_BUDGET
         num_nodes = max(DEFAULT_AUTO_NODES if auto else DEFAULT_NUM_NODES, block_size)
     num_candidates = args.speculative_eagle_topk
     if num_candidates is None:
-        num_candidates = head.trained_candidates(config) or DEFAULT_NUM_CANDIDATES
+        num_candidates = head_class(config).trained_candidates(config) or DEFAULT_NUM_CANDIDATES
+    return Widths(num_nodes, block_size, num_candidates)
+
+
+def _refuse_widths(args: ServerArgs, widths: Widths) -> None:
+    """Refuse widths outside the limits of the tree ops."""
+    from sgl_kernel.ddtree import MAX_CANDIDATES, MAX_DEPTH, MAX_NODES, MAX_RECURRENT_NODES
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    recurrent = mambaish_config(model_config_of(args)) is not None
+    max_nodes = MAX_RECURRENT_NODES if recurrent and _device(args) == "cuda" else MAX_NODES
     named = args.speculative_ddtree_budget not in (None, AUTO_BUDGET)
     for flag, value, low, high in (
-        (f"--speculative-{'ddtree-budget' if named else 'num-draft-tokens'}", num_nodes, 2, max_nodes),
-        ("--speculative-dflash-block-size", block_size, 2, MAX_DEPTH + 1),
-        ("--speculative-eagle-topk", num_candidates, 1, MAX_CANDIDATES),
+        (f"--speculative-{'ddtree-budget' if named else 'num-draft-tokens'}", widths.num_nodes, 2, max_nodes),
+        ("--speculative-dflash-block-size", widths.block_size, 2, MAX_DEPTH + 1),
+        ("--speculative-eagle-topk", widths.num_candidates, 1, MAX_CANDIDATES),
     ):
         if not low <= value <= high:
             limit = (
                 "; with recurrent layers, the tree ops support no more" if high == MAX_RECURRENT_NODES else ""
             )
             raise ArgumentRefused(f"DDTREE: {flag}: expected {low} to {high}, got {value}{limit}.")
-    head.refuse_widths(config, block_size, num_candidates)
+
+
+def _without_excess(widths: Widths) -> Widths:
+    """Cut positions that no tree can reach, and nodes that no candidates can fill. Log what is cut."""
+    num_nodes, block_size, num_candidates = widths
     if block_size > num_nodes:
         logger.warning(
             "DDTREE: a tree of %d nodes is at most %d deep: the drafter drafts %d positions instead of %d.",
@@ -401,16 +443,7 @@ def resolve_widths(args: ServerArgs) -> None:
             num_nodes,
         )
         num_nodes = prefixes + 1
-    logger.info(
-        "DDTREE: trees of up to %d nodes (N); a draft pass has %d positions (F) with %d candidates each (K).",
-        num_nodes,
-        block_size,
-        num_candidates,
-    )
-    args.speculative_num_steps = 1
-    args.speculative_eagle_topk = num_candidates
-    args.speculative_dflash_block_size = block_size
-    args.speculative_num_draft_tokens = num_nodes
+    return Widths(num_nodes, block_size, num_candidates)
 
 
 def reserve_verify_memory(args: ServerArgs) -> None:
