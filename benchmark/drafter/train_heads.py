@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -414,10 +415,8 @@ def prepare(target: Target, drafter: Drafter, arguments, recipe: HeadRecipe, tex
     return replayed, drawn
 
 
-def experiment(
-    replayed, drawn: dict[str, Lattice], embed: torch.Tensor, arguments, recipe: HeadRecipe, report: Report
-) -> None:
-    """Train the heads, save them and compare their trees.
+class Experiment:
+    """Trains the heads, saves them and compares their trees.
 
     Args:
         replayed: the evaluation set.
@@ -425,80 +424,133 @@ def experiment(
         embed: the target's embedding.
         arguments, recipe, report: of the run.
     """
-    lattice, valid = drawn["train"], drawn["valid"]
-    (vocab_size, hidden), device = embed.shape, embed.device
-    rms, tokens = float(lattice.hidden[:4096].float().square().mean().sqrt()), token_features(embed)
-    selector = lambda rank, free: Selector(vocab_size, hidden, rank, rms, tokens, free).to(device)  # noqa: E731
-    makes = {
-        "selector": lambda free: selector(recipe.selector_rank, free),
-        "domino": lambda free: Domino(embed, recipe.domino_width, recipe.domino_rank, rms, tokens, free).to(
-            device
-        ),
-    }
-    grid = list(itertools.product(recipe.learning_rates, recipe.free))
-    late = lambda: report.seconds() > arguments.limit  # noqa: E731
-    report.keep(plain_valid_loss=round(valid_loss(selector(1, 0.0), valid, recipe.decay), 4))
-    walks, settings, fitted = {"marginals": plain}, {}, {}
-    heads: dict[str, PathHead | None] = {"marginals": None}
-    for (name, make), steps in zip(makes.items(), recipe.steps, strict=True):
-        head, settings[name], fitted[name] = best_fit(make, lattice, valid, recipe, grid, steps, late)
-        save(head, recipe.candidates, arguments.drafter, Path(f"{arguments.out}-{name}"))
-        head.load(head.tensors(), device)  # bfloat16, as served
-        walks[name], heads[name] = head.walk, head
-        report.keep(training=fitted, chosen=settings)
-    lengths: dict = {}
-    for name, walk in walks.items():
-        lengths[name] = replayed.table(walk, recipe.widths)
-        report.keep(accept_length=lengths)
-    width = 32 if 32 in recipe.widths else max(recipe.widths)
-    report.keep(limits=limits(replayed, walks, width))
-    report.keep(first_choice={name: first_choice(head, replayed.lattice) for name, head in heads.items()})
-    sets = {"near": drawn["near"], "valid": valid, "evaluation": replayed.lattice}
-    report.keep(
-        all_drafts={
-            kind: {name: tree_length(walk, part, width) for name, walk in walks.items()}
-            for kind, part in sets.items()
-        }
-    )
 
-    def nodes() -> dict:
+    def __init__(
+        self,
+        replayed: Replay,
+        drawn: dict[str, Lattice],
+        embed: torch.Tensor,
+        arguments: argparse.Namespace,
+        recipe: HeadRecipe,
+        report: Report,
+    ):
+        self.replayed, self.drawn, self.embed = replayed, drawn, embed
+        self.arguments, self.recipe, self.report = arguments, recipe, report
+        self.rms = float(drawn["train"].hidden[:4096].float().square().mean().sqrt())
+        self.tokens = token_features(embed)
+        self.walks: dict[str, Callable[[Lattice], Head]] = {"marginals": plain}
+        self.heads: dict[str, PathHead | None] = {"marginals": None}
+        self.settings: dict[
+            str, tuple[float, float]
+        ] = {}  # the best learning rate and free part of each head
+
+    def run(self) -> None:
+        """Run everything, the optional comparisons only while there is time."""
+        loss = valid_loss(self.selector(0.0, rank=1), self.drawn["valid"], self.recipe.decay)
+        self.report.keep(plain_valid_loss=round(loss, 4))
+        self.train()
+        self.compare()
+        optional = {
+            "nodes": self.nodes,
+            "accept_length_calibrated": self.calibrated,
+            "selector_by_rank": self.by_rank,
+            "accept_length_by_candidates": self.by_candidates,
+        }
+        for name, part in optional.items():
+            if not self.late():
+                self.report.keep(**{name: part()})
+
+    def late(self) -> bool:
+        """Whether nothing optional is started any more."""
+        return self.report.seconds() > self.arguments.limit
+
+    def selector(self, free: float, rank: int | None = None) -> Selector:
+        """An untrained selector. `free` is the size of its tables' free part."""
+        vocab_size, hidden = self.embed.shape
+        rank = self.recipe.selector_rank if rank is None else rank
+        return Selector(vocab_size, hidden, rank, self.rms, self.tokens, free).to(self.embed.device)
+
+    def domino(self, free: float) -> Domino:
+        """An untrained Domino head."""
+        width, rank = self.recipe.domino_width, self.recipe.domino_rank
+        return Domino(self.embed, width, rank, self.rms, self.tokens, free).to(self.embed.device)
+
+    def train(self) -> None:
+        """Train and save both heads."""
+        grid = list(itertools.product(self.recipe.learning_rates, self.recipe.free))
+        makes = {"selector": self.selector, "domino": self.domino}
+        fitted: dict = {}
+        for (name, make), steps in zip(makes.items(), self.recipe.steps, strict=True):
+            head, self.settings[name], fitted[name] = best_fit(
+                make, self.drawn["train"], self.drawn["valid"], self.recipe, grid, steps, self.late
+            )
+            folder = Path(f"{self.arguments.out}-{name}")
+            save(head, self.recipe.candidates, self.arguments.drafter, folder)
+            head.load(head.tensors(), self.embed.device)  # bfloat16, as served
+            self.walks[name], self.heads[name] = head.walk, head
+            self.report.keep(training=fitted, chosen=self.settings)
+
+    @property
+    def width(self) -> int:
+        """N of the trees that are looked at more closely."""
+        return 32 if 32 in self.recipe.widths else max(self.recipe.widths)
+
+    def compare(self) -> None:
+        """Compare the trees of all heads."""
+        lengths: dict = {}
+        for name, walk in self.walks.items():
+            lengths[name] = self.replayed.table(walk, self.recipe.widths)
+            self.report.keep(accept_length=lengths)
+        lattice = self.replayed.lattice
+        self.report.keep(limits=limits(self.replayed, self.walks, self.width))
+        self.report.keep(
+            first_choice={name: first_choice(head, lattice) for name, head in self.heads.items()}
+        )
+        sets = {"near": self.drawn["near"], "valid": self.drawn["valid"], "evaluation": lattice}
+        self.report.keep(
+            all_drafts={
+                kind: {name: tree_length(walk, part, self.width) for name, walk in self.walks.items()}
+                for kind, part in sets.items()
+            }
+        )
+
+    def nodes(self) -> dict:
+        """Which nodes of the evaluation set's trees are accepted."""
         tables: dict = {}
-        for name, walk in walks.items():
-            seen = replayed.visited(replayed.steps(walk, [width - 1])[0])
-            counts = count_nodes(walk, replayed.lattice[seen], width - 1, 9)
+        for name, walk in self.walks.items():
+            seen = self.replayed.visited(self.replayed.steps(walk, [self.width - 1])[0])
+            counts = count_nodes(walk, self.replayed.lattice[seen], self.width - 1, 9)
             tables[name] = {"steps": len(seen)} | counts.to_json()
-        return {"N": width, "ranks": "0 to 7, then 8 and more"} | tables
+        return {"N": self.width, "ranks": "0 to 7, then 8 and more"} | tables
 
-    def calibrated() -> dict:
+    def calibrated(self) -> dict:
+        """Accept lengths with scores that are corrected by what was accepted of other texts."""
         tables: dict = {}
-        for name, walk in walks.items():
-            correction = count_nodes(walk, valid, None, recipe.candidates).correction()
-            tables[name] = replayed.table(calibrate(walk, correction), recipe.widths)
+        for name, walk in self.walks.items():
+            counts = count_nodes(walk, self.drawn["valid"], None, self.recipe.candidates)
+            tables[name] = self.replayed.table(calibrate(walk, counts.correction()), self.recipe.widths)
         return tables
 
-    def by_rank() -> dict:
+    def by_rank(self) -> dict:
+        """Accept lengths of selectors of other ranks."""
         tables: dict = {}
-        for rank in recipe.other_ranks:
-            make = lambda free, rank=rank: selector(rank, free)  # noqa: E731
-            head, _, stats = best_fit(make, lattice, valid, recipe, [settings["selector"]], recipe.steps[0])
-            tables[rank] = {"training": stats[0], "accept_length": replayed.table(head.walk, recipe.widths)}
+        for rank in self.recipe.other_ranks:
+            head, _, stats = best_fit(
+                partial(self.selector, rank=rank), self.drawn["train"], self.drawn["valid"], self.recipe,
+                [self.settings["selector"]], self.recipe.steps[0],
+            )  # fmt: skip
+            lengths = self.replayed.table(head.walk, self.recipe.widths)
+            tables[rank] = {"training": stats[0], "accept_length": lengths}
         return tables
 
-    def by_candidates() -> dict:
+    def by_candidates(self) -> dict:
+        """Accept lengths with fewer candidates per position."""
         return {
-            f"K={k}": {name: replayed.table(walk, recipe.widths, k) for name, walk in walks.items()}
-            for k in recipe.fewer_candidates
+            f"K={k}": {
+                name: self.replayed.table(walk, self.recipe.widths, k) for name, walk in self.walks.items()
+            }
+            for k in self.recipe.fewer_candidates
         }
-
-    optional = {
-        "nodes": nodes,
-        "accept_length_calibrated": calibrated,
-        "selector_by_rank": by_rank,
-        "accept_length_by_candidates": by_candidates,
-    }
-    for name, part in optional.items():
-        if not late():
-            report.keep(**{name: part()})
 
 
 def summary(result: dict) -> str:
@@ -533,7 +585,7 @@ def main() -> None:
     target = Target(arguments.target, device, dtype)
     drafter = Drafter.load(arguments.drafter).to(device, dtype)
     replayed, drawn = prepare(target, drafter, arguments, recipe, texts, report)
-    experiment(replayed, drawn, target.embed, arguments, recipe, report)
+    Experiment(replayed, drawn, target.embed, arguments, recipe, report).run()
     print(summary(report.content), flush=True)
 
 
