@@ -132,7 +132,7 @@ class TestWidthControl(CustomTestCase):
 
     def test_a_step_knows_whether_the_device_waited_for_it(self):
         control = self.control()
-        control._on_card = True
+        control._on_card = control._sees_host = True
         for slot in control._slots:
             slot.end = Event()
         for idle in (True, False, True, True, False, False):
@@ -140,6 +140,16 @@ class TestWidthControl(CustomTestCase):
             self.run_step(control, (3, 3), (2, 2))
         self.assertEqual([step.host_bound for step in self.budget.steps], [False, False, True, True])
         self.assertEqual([step.seconds for step in self.budget.steps], [None, 3e-3, 3e-3, 3e-3])
+
+    def test_without_overlap_no_step_tells_the_host_s_time(self):
+        control = WidthControl(self.budget, self.expectation, refines_costs=True, overlaps=False)
+        control._on_card = True  # then steps have events
+        for slot in control._slots:
+            slot.end = Event()
+        Event.is_idle = True
+        for _ in range(4):
+            self.run_step(control, (3, 3), (2, 2))
+        self.assertEqual([step.host_bound for step in self.budget.steps], [False, False])
 
     def test_several_ranks_use_no_times_of_their_own(self):
         control = self.control(refines_costs=False)

@@ -63,6 +63,8 @@ class WidthControl:
         expectation: what the kernels report.
         refines_costs: whether the steps' own times refine the costs. Not under tensor parallelism, where each rank would
             find other times and choose other widths.
+        overlaps: whether the host prepares a step while the device runs the one before. If not, a step takes the times
+            of both, which are learned as the device's.
         trace: records the budget's calls; None: they are not recorded.
     """
 
@@ -72,6 +74,7 @@ class WidthControl:
         expectation: Expectation,
         *,
         refines_costs: bool,
+        overlaps: bool = True,
         trace: Trace | None = None,
     ) -> None:
         self.budget = budget
@@ -80,6 +83,7 @@ class WidthControl:
         self.trace = trace
         self.calibration = Calibration(*expectation.factors.shape)
         self._on_card = expectation.report.is_cuda
+        self._sees_host = self._on_card and overlaps
         self._slots = [self._new_slot() for _ in range(LATE + 2)]
         self._factors = torch.empty(expectation.factors.shape, pin_memory=self._on_card)
         self._pending: deque[_Pending] = deque()
@@ -120,7 +124,7 @@ class WidthControl:
         if self.trace is not None:
             self.trace.choose(load, width)
         # The launches of this step come next. What the device did before is done if they are late.
-        host_bound = self._on_card and self._before is not None and self._before.end.query()
+        host_bound = self._sees_host and self._before is not None and self._before.end.query()
         self._next = load, width, host_bound
         return width
 

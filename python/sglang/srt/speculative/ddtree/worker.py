@@ -19,7 +19,14 @@ from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.models.dflash_speculators import SpeculatorsMixin
-from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_serving, get_spec
+from sglang.srt.runtime_context import (
+    get_exec,
+    get_observability,
+    get_parallel,
+    get_schedule,
+    get_serving,
+    get_spec,
+)
 from sglang.srt.speculative.ddtree.budget import Budget, StepCosts, widths_up_to
 from sglang.srt.speculative.ddtree.coverage import verify_layers, widest_window
 from sglang.srt.speculative.ddtree.expectation import Expectation
@@ -276,7 +283,11 @@ class DDTreeWorker(DFlashWorkerV2):
         if costs is not None:
             # Under tensor parallelism each rank would find other times and choose other widths.
             self.control = WidthControl(
-                Budget(costs), self.expectation, refines_costs=get_parallel().tp_size == 1, trace=self.trace
+                Budget(costs),
+                self.expectation,
+                refines_costs=get_parallel().tp_size == 1,
+                overlaps=not get_schedule().disable_overlap_schedule,
+                trace=self.trace,
             )
 
     def _step_costs(self) -> StepCosts | None:
