@@ -28,6 +28,11 @@ CUDA = dict(
     max_running_requests=8, cuda_graph_max_bs_decode=8, cuda_graph_backend_prefill="disabled",
     disable_flashinfer_autotune=True,
 )  # fmt: skip
+# Further arguments of engines whose answers are reproducible at any length. The selection by SGLang's default kernel
+# returns tokens in an order that changes from run to run, and attention rounds in that order. Torch's order is fixed.
+REPRODUCIBLE = dict(
+    dsa_topk_backend="torch", max_total_tokens=131072, max_running_requests=32, cuda_graph_max_bs_decode=32
+)
 
 
 def write_model(folder: Path, context_length: int = 65536) -> str:
@@ -120,14 +125,16 @@ def prompts(batch: int) -> list[list[int]]:
     ]
 
 
-def reproducible(answers: list[list[int]]) -> dict[int, list[int]]:
-    """The answers, by number of the prompt, during which the indexers select all compressed tokens.
+def selects_all(prompt: int, tokens: int) -> bool:
+    """Whether the indexers select all compressed tokens until the prompt of this number has an answer of `tokens`."""
+    return LENGTHS[prompt % len(LENGTHS)] + tokens <= 4 * MODELS["deepseek_v4"]["index_topk"]
 
-    Upstream's selection of some tokens returns them in an order that changes from run to run. Attention adds them up in
-    that order, so the other answers differ even between two eager runs.
-    """
-    most = 4 * MODELS["deepseek_v4"]["index_topk"]
-    return {i: a for i, a in enumerate(answers) if LENGTHS[i % len(LENGTHS)] + len(a) <= most}
+
+def first_differences(answers: list[list[int]], others: list[list[int]]) -> dict[int, int]:
+    """By number of the prompt, the first token in which two answers differ. A shorter answer ends the comparison."""
+    pairs = [enumerate(zip(*pair)) for pair in zip(answers, others, strict=True)]
+    first = [next((at for at, (one, other) in pair if one != other), None) for pair in pairs]
+    return {prompt: at for prompt, at in enumerate(first) if at is not None}
 
 
 class Result(NamedTuple):
@@ -154,27 +161,19 @@ class Reports(logging.Handler):
         self.found.append(record.getMessage())
 
 
-class Answers:
-    """A job for an engine's process: greedy answers to batches of prompts. It returns a Result.
+class Job:
+    """What an engine's process does. A subclass says what it asks the engine in answer().
 
     Args:
-        tokens: by batch size, how many tokens each answer has.
         guard: whether the graph guard is on.
         eager: for an engine without graphs: run the same kernels that graphs capture, on one stream.
         before: called before the engine is created, to plant a fault in what it captures.
-        each_turn: called with the engine at each turn of its event loop.
     """
 
     def __init__(
-        self,
-        tokens: dict[int, int],
-        guard: bool = True,
-        eager: bool = False,
-        before: Callable[[], None] | None = None,
-        each_turn: Callable[[Engine], None] | None = None,
+        self, guard: bool = True, eager: bool = False, before: Callable[[], None] | None = None
     ) -> None:
-        self.tokens, self.guard, self.eager = tokens, guard, eager
-        self.plant, self.each_turn = before, each_turn
+        self.guard, self.eager, self.plant = guard, eager, before
 
     def before(self) -> None:
         os.environ["SGLANG_GRAPH_GUARD"] = str(int(self.guard))
@@ -185,12 +184,33 @@ class Answers:
         if self.plant:
             self.plant()
 
-    def __call__(self, engine: Engine) -> Result:
+    def __call__(self, engine: Engine) -> Any:
         runner = engine.scheduler.tp_worker.model_runner
         spread_weights(runner.model)
         if self.eager:
             decode_as_captured(runner)
+        return self.answer(engine)
 
+    def answer(self, engine: Engine) -> Any:
+        raise NotImplementedError
+
+
+class Answers(Job):
+    """Greedy answers to batches of prompts. The job returns a Result.
+
+    Args:
+        tokens: by batch size, how many tokens each answer has.
+        each_turn: called with the engine at each turn of its event loop.
+        options: of Job.
+    """
+
+    def __init__(
+        self, tokens: dict[int, int], each_turn: Callable[[Engine], None] | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.tokens, self.each_turn = tokens, each_turn
+
+    def answer(self, engine: Engine) -> Result:
         def turn() -> bool:
             if self.each_turn:
                 self.each_turn(engine)
@@ -204,12 +224,12 @@ class Answers:
             ]
             outputs[batch] = [list(r.output_ids)[:tokens] for r in engine.finish(requests, turn)]
         torch.cuda.synchronize()
-        if canary := vars(runner).get("_page_canary"):
+        if canary := vars(engine.scheduler.tp_worker.model_runner).get("_page_canary"):
             canary.poll(wait=True)
         return Result(outputs, self.reports.found)
 
 
-def start(folder: Path, job: Answers, **arguments: Any) -> EngineProcess:
+def start(folder: Path, job: Job, **arguments: Any) -> EngineProcess:
     """Start an engine in a process of its own and give it a job. `arguments` are fields of ServerArgs."""
     return EngineProcess(CUDA | {"model_path": write_model(folder)} | arguments, job)
 

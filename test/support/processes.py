@@ -6,15 +6,17 @@ import multiprocessing
 import os
 import random
 import socket
+import time
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
 from support.engine import Engine
 
 Job = Callable[..., Any]  # called with the engine and the job's arguments
+Name = TypeVar("Name")
 
 _ports = random.SystemRandom().sample(range(24000, 32000), 8000)  # below the ephemeral ports
 
@@ -109,6 +111,41 @@ def _run(pipe: Any, arguments: dict[str, Any], job: Job, args: tuple[Any, ...]) 
 def run_engine(arguments: dict[str, Any], job: Job, *args: Any) -> Any:
     """Run a job on an engine in a child process; return its result. Arguments as for EngineProcess."""
     return EngineProcess(arguments, job, *args).result()
+
+
+def run_all(
+    starts: dict[Name, Callable[[], EngineProcess]], at_once: int, seconds: float
+) -> Iterator[tuple[Name, Any]]:
+    """Run many engines, of which only some fit on the machine together.
+
+    Args:
+        starts: by name, what starts an engine's process.
+        at_once: how many run together at most.
+        seconds: time for all of them. Those that are not done by then are killed or not started.
+
+    Returns:
+        An iterator over names and results, as engines end. The result of an engine that failed is a RuntimeError.
+    """
+    until = time.monotonic() + seconds
+    waiting, running = dict(starts), {}
+    while waiting or running:
+        in_time = time.monotonic() < until
+        for name in list(waiting)[: at_once - len(running)]:
+            start = waiting.pop(name)
+            if in_time:
+                running[name] = start()
+            else:
+                yield name, RuntimeError(f"not started within {seconds:.0f} s")
+        for name, process in list(running.items()):
+            ended = process.has_ended()
+            if in_time and not ended:
+                continue
+            del running[name]
+            try:
+                yield name, process.result(0.0)
+            except RuntimeError as error:
+                yield name, error if ended else RuntimeError(f"not done within {seconds:.0f} s")
+        time.sleep(0.1)
 
 
 def start_ranks(arguments: dict[str, Any], job: Job, *args: Any) -> list[EngineProcess]:
