@@ -132,6 +132,7 @@ __global__ void __launch_bounds__(kCommitThreads, CommitTraits<State, kDk, kChan
     for_columns(slot,
                 [&](int i, const State* at, int64_t stride) { before[i] = load_values<kContiguous>(at, stride); });
   }
+  bool loaded = false;
   // Writes the state after the path's first `end` tokens. What is before joins it last, so nothing else waits for it.
   const auto commit = [&](int64_t to_slot, int end) {
     float state[kRows][kChannels] = {}, after[kChannels];  // the decay from a token to the last one
@@ -139,7 +140,9 @@ __global__ void __launch_bounds__(kCommitThreads, CommitTraits<State, kDk, kChan
     for (int e = 0; e < kChannels; ++e) after[e] = 1.f;
     for (int first = (end - 1) / kCommitSteps * kCommitSteps; first >= 0; first -= kCommitSteps) {
       const int count = min(end - first, kCommitSteps);
-      __syncthreads();  // the tokens before are read
+      // The tokens before must have been read. The first ones do not wait for warps that still request their states.
+      if (loaded) __syncthreads();
+      loaded = true;
       tokens.load(p, first ? row_from(first) : first_row, count, head, first_column);
       __syncthreads();
 #pragma unroll 1
