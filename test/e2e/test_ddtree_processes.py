@@ -93,10 +93,11 @@ class TestProcesses(CustomTestCase):
         )
 
     def test_engine_in_process(self):
-        with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
-            script.write(ENGINE.format(target=self.target, drafter=self.drafter))
-            script.flush()
-            done = subprocess.run([sys.executable, script.name], capture_output=True, text=True, timeout=400)
+        # Python imports from a script's folder first, so it must hold nothing else.
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder) / "engine.py"
+            script.write_text(ENGINE.format(target=self.target, drafter=self.drafter))
+            done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=400)
         self.assertRegex(done.stdout, r"steps [1-9]", done.stderr[-2000:])
 
     def test_a_process_that_loads_no_plugins(self):
