@@ -42,18 +42,18 @@
   OP(verify_gqa,                                                                                                   \
      "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, "          \
      "Tensor prefix_lens, Tensor tree_slots, Tensor ancestors, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "  \
-     "float sm_scale, float logit_cap, int sliding_window, int num_nodes, int num_splits, "                        \
+     "float sm_scale, float logit_cap, int sliding_window, int page_size, int num_nodes, int num_splits, "         \
      "Tensor(a!) workspace, Tensor(b!) o, Tensor(c!)? lse) -> ()")                                                 \
   OP(verify_mla,                                                                                                   \
      "(Tensor q, Tensor kv_cache, Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor prefix_lens, "     \
      "Tensor tree_slots, Tensor ancestors, Tensor? kv_scale, float sm_scale, float logit_cap, "                    \
-     "int sliding_window, int num_nodes, int num_splits, Tensor(a!) workspace, Tensor(b!) o, "                     \
+     "int sliding_window, int page_size, int num_nodes, int num_splits, Tensor(a!) workspace, Tensor(b!) o, "      \
      "Tensor(c!)? lse) -> ()")                                                                                     \
   OP(verify_plan,                                                                                                  \
      "(Tensor like, int bs, int num_nodes, int h_q, int h_kv, int d_qk, int d_v) -> (int, int)")                   \
   OP(verify_check,                                                                                                 \
      "(Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor prefix_lens, Tensor tree_slots, "             \
-     "Tensor ancestors, int num_nodes, int num_slots) -> ()")                                                      \
+     "Tensor ancestors, int page_size, int num_nodes, int num_slots) -> ()")                                                      \
   OP(index_logits,                                                                                                 \
      "(Tensor q, Tensor keys, Tensor weights, Tensor seq_lens, Tensor page_table, Tensor(a!) out) -> ()")           \
   OP(store_index_keys,                                                                                             \

@@ -55,13 +55,14 @@ struct Shape {
   bool options;  // sliding window, cap, sinks, scales
   int prefix = 45;
   bool draft_block = false;  // every node sees all others, as in a drafter's block
+  int page_size = 1;
 };
 
 std::string describe(const Shape& s) {
   char text[128];
-  std::snprintf(text, sizeof text, "q %s, KV %s, head size %d, %d nodes%s x %d heads, %d splits",
+  std::snprintf(text, sizeof text, "q %s, KV %s, head size %d, %d nodes%s x %d heads, %d splits, pages of %d",
                 s.q_dtype == DType::kBFloat16 ? "bf16" : "fp16", s.kv_dtype == DType::kFloat8E4M3 ? "fp8" : "as q",
-                s.d_qk, s.num_nodes, s.draft_block ? " of a draft block" : "", s.h_q, s.num_splits);
+                s.d_qk, s.num_nodes, s.draft_block ? " of a draft block" : "", s.h_q, s.num_splits, s.page_size);
   return text;
 }
 
@@ -112,16 +113,19 @@ double run(const Shape& s, double lse_error, bool rounds_q) {
   const std::vector<int32_t> sizes = {s.num_nodes, 0, 2}, prefix = {s.prefix, 7, 0};
   const int total = s.num_nodes + 2;
   std::vector<int32_t> qo_indptr = {0}, kv_indptr = {0}, kv_indices, tree_slots;
-  const int num_slots = total + s.prefix + 15;  // some that no request names
-  std::vector<int32_t> slots(num_slots);
-  std::iota(slots.begin(), slots.end(), 0);
-  std::shuffle(slots.begin(), slots.end(), rng);
-  int next = 0;
+  std::vector<int32_t> pages((s.num_nodes + s.prefix) / s.page_size + 15);  // some that no request names
+  std::iota(pages.begin(), pages.end(), 0);
+  std::shuffle(pages.begin(), pages.end(), rng);
+  const int num_slots = int(pages.size()) * s.page_size;
+  int next_page = 0;
   for (int r = 0; r < bs; ++r) {
     qo_indptr.push_back(qo_indptr.back() + sizes[r]);
     kv_indptr.push_back(kv_indptr.back() + prefix[r]);
-    for (int token = 0; token < prefix[r] + sizes[r]; ++token)
-      (token < prefix[r] ? kv_indices : tree_slots).push_back(slots[next++]);
+    for (int token = 0; token < prefix[r] + sizes[r]; ++token) {
+      const int slot = pages[next_page + token / s.page_size] * s.page_size + token % s.page_size;
+      (token < prefix[r] ? kv_indices : tree_slots).push_back(slot);
+    }
+    next_page += (prefix[r] + sizes[r] + s.page_size - 1) / s.page_size;
   }
   std::vector<bool> named(num_slots + 1, false);  // of a request that has nodes
   for (int r = 0; r < bs; ++r) {
@@ -164,6 +168,7 @@ double run(const Shape& s, double lse_error, bool rounds_q) {
   p.k_stride_slot = p.k_stride_h = s.d_qk;
   p.v_stride_slot = p.v_stride_h = mla ? s.d_qk : s.d_v;
   p.num_slots = num_slots;
+  p.page_size = s.page_size;
   p.sm_scale = 1.0f / std::sqrt(static_cast<float>(s.d_qk));
   p.logit_cap = s.options ? 8.0f : 0.0f;
   p.sliding_window = s.options ? 21 : -1;
@@ -252,6 +257,12 @@ int run_all(const char* kernels, Fp8 fp8) {
         // Nodes of one block of rows see those of another.
         for (int d : kGqaHeadSizes) shapes.push_back({q_dtype, kv_dtype, d, d, 2, 150, num_splits, options, 45, true});
         shapes.push_back({q_dtype, kv_dtype, kMlaQkDim, kMlaVDim, 4, 70, num_splits, options, 45, true});
+        if (num_splits == 1) {  // loads by page
+          for (int d : kGqaHeadSizes) {
+            for (int nodes : {20, 40}) shapes.push_back({q_dtype, kv_dtype, d, d, 2, nodes, 1, false, 700, false, 64});
+          }
+          shapes.push_back({q_dtype, kv_dtype, kMlaQkDim, kMlaVDim, 4, 20, 1, false, 700, false, 64});
+        }
         for (const Shape& shape : shapes) {
           ++launches;
           const Fp8 how = kv_dtype == DType::kFloat8E4M3 ? fp8 : Fp8::kConverts;
@@ -272,16 +283,21 @@ int run_all(const char* kernels, Fp8 fp8) {
 
 }  // namespace
 
-int main() {
+// Without arguments, runs all kernels. The arguments "own", "exact" and "common" select some of them.
+int main(int argc, char** argv) {
+  const auto wanted = [&](const char* name) {
+    return argc < 2 || std::any_of(argv + 1, argv + argc, [&](const char* one) { return std::strcmp(one, name) == 0; });
+  };
   int major = 0, failed = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "cudaDeviceGetAttribute");
   if (major == 9) {
     setenv("SGLANG_DDTREE_SM90", "1", 1);
-    failed += run_all("sm_90's own kernels", Fp8::kRounds);
+    setenv("SGLANG_DDTREE_FP8", "fast", 1);
+    if (wanted("own")) failed += run_all("sm_90's own kernels", Fp8::kRounds);
     setenv("SGLANG_DDTREE_FP8", "exact", 1);
-    failed += run_all("sm_90's own kernels, exact fp8", Fp8::kSplits);
+    if (wanted("exact")) failed += run_all("sm_90's own kernels, exact fp8", Fp8::kSplits);
   }
   setenv("SGLANG_DDTREE_SM90", "0", 1);
-  failed += run_all("common kernels", Fp8::kConverts);
+  if (wanted("common")) failed += run_all("common kernels", Fp8::kConverts);
   return failed ? 1 : 0;
 }

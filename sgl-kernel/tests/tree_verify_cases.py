@@ -181,6 +181,7 @@ def make_batch(case: Case, device="cpu") -> Batch:
         sm_scale=case.d_qk**-0.5,
         logit_cap=case.logit_cap,
         sliding_window=case.sliding_window,
+        page_size=case.page_size,
     )
     scale = torch.tensor([0.7]) if case.scales else None
     if case.mla:

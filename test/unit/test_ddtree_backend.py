@@ -440,17 +440,21 @@ class TestTreeAttention(CustomTestCase):
 
     num_nodes, prefix = 5, 7
 
-    def check(self, *, mla=False, sinks=None, store=torch.float32, scales=None):
+    def check(self, *, mla=False, sinks=None, store=torch.float32, scales=None, page_size=1, skip=0):
         """Write KV and attend to it as a layer does, and compare with softmax attention.
 
         Args:
+            page_size: of the server.
+            skip: slots left out in the middle of the prefix.
             store: dtype of the KV cache.
             scales: of K and V, as in a layer of an FP8 checkpoint.
         """
         heads, kv_heads, d_qk, d_v = (2, 1, 576, 512) if mla else (4, 2, 64, 64)
         end = self.prefix + self.num_nodes
+        slot_of = torch.arange(end)
+        slot_of[self.prefix // 2 :] += skip
         common = dict(
-            size=end, page_size=1, dtype=store, layer_num=1, device="cpu", enable_memory_saver=False
+            size=end + skip, page_size=1, dtype=store, layer_num=1, device="cpu", enable_memory_saver=False
         )
         pool = (
             MLATokenToKVPool(**common, kv_lora_rank=512, qk_rope_head_dim=64)
@@ -474,6 +478,7 @@ class TestTreeAttention(CustomTestCase):
             dtype=torch.float32,
             kv_cache_dtype=store,
             req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, end)),
+            page_size=page_size,
         )
         self.assertEqual(not_covered(runner), [])
         backend = TorchNativeTreeVerify.__new__(TorchNativeTreeVerify)
@@ -484,12 +489,12 @@ class TestTreeAttention(CustomTestCase):
         backend.tree_prefix_lens = torch.tensor([self.prefix], dtype=torch.int32)
         backend.tree_qo_indptr = torch.tensor([0, self.num_nodes], dtype=torch.int32)
         backend.tree_kv_indptr = torch.tensor([0, self.prefix], dtype=torch.int32)
-        backend.tree_kv_indices = torch.arange(self.prefix)
+        backend.tree_kv_indices = slot_of[: self.prefix]
         batch = SimpleNamespace(spec_info=SimpleNamespace(draft_token_num=self.num_nodes))
-        for slots in (torch.arange(self.prefix), torch.arange(self.prefix, end)):  # the nodes' own last
-            batch.out_cache_loc = slots
+        for tokens in (torch.arange(self.prefix), torch.arange(self.prefix, end)):  # the nodes' own last
+            batch.out_cache_loc = slot_of[tokens]
             with get_parallel().override(dcp_enabled=False):
-                backend._write_kv(k[slots].clone(), v[slots].clone(), layer, batch)
+                backend._write_kv(k[tokens].clone(), v[tokens].clone(), layer, batch)
         options = {} if sinks is None else dict(sinks=sinks)
         o = backend._tree_attention(q, layer, batch, **options).view(self.num_nodes, heads, d_v)
 
@@ -508,6 +513,14 @@ class TestTreeAttention(CustomTestCase):
     def test_plain(self):
         for mla in (False, True):
             self.check(mla=mla)
+
+    def test_the_ops_learn_the_page_size(self):
+        """The op on the CPU refuses a prefix that leaves a page in its middle."""
+        for mla in (False, True):
+            self.check(mla=mla, page_size=16)
+            self.check(mla=mla, page_size=1, skip=2)
+            with self.assertRaisesRegex(ValueError, r"kv_indices\[3\]: expected 3, .*page_size = 16"):
+                self.check(mla=mla, page_size=16, skip=2)
 
     def test_sinks_in_bfloat16(self):
         """gpt-oss keeps them in bfloat16, and the op takes float32."""

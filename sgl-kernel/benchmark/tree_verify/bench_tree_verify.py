@@ -84,12 +84,12 @@ BASELINE = [  # also timed with upstream's kernel
     gqa(8, 2, 1, 16, 131072),
 ]
 MEMORY_BOUND = [  # at most 64 packed rows per KV head, 64 MB of KV or more
+    gqa(32, 8, 8, 16, 16384, d=64),
+    gqa(16, 4, 8, 16, 16384, d=256),
     mla(8, 1, 8, 131072),
     gqa(32, 8, 1, 4, 131072),
     gqa(32, 8, 8, 16, 16384),
     gqa(8, 8, 8, 16, 16384),
-    gqa(32, 8, 8, 16, 16384, d=64),
-    gqa(16, 4, 8, 16, 16384, d=256),
 ]
 WIDE = [  # the tree is a large part of the tokens
     mla(8, 1, 256, 4096),
@@ -142,6 +142,7 @@ class Inputs:
         generator = torch.Generator().manual_seed(0)
         bf16 = dict(device="cuda", dtype=torch.bfloat16)
         slots = s.bs * (s.prefix + s.num_nodes)
+        self.page_size = chain.page_size if chain else 1
         if chain:
             self.q = chain.q.to(torch.bfloat16).view(-1, s.h_q, s.d_qk)
             self.k_cache, self.v_cache = chain.k.flatten(0, 1), chain.v.flatten(0, 1)
@@ -187,6 +188,7 @@ class Inputs:
             ancestors=self.ancestors,
             workspace=workspace,
             sm_scale=s.d_qk**-0.5,
+            page_size=self.page_size,
             out=self.out,
         )
         k = self.k_cache.to(FP8) if fp8 else self.k_cache

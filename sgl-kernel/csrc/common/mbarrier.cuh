@@ -15,6 +15,10 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, int count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
 // Arrives once all cp.async copies that this thread has issued have landed. Counts as one of `count` arrivals.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -23,6 +27,11 @@ __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
 // Arrives, and keeps the phase open until bulk copies have brought `bytes` bytes.
 __device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Keeps the phase open until bulk copies have brought `bytes` bytes. Does not arrive.
+__device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 // Copies `bytes` bytes, a multiple of 16, from global to shared memory, for a phase that expects them.

@@ -23,12 +23,27 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * kSwizzleRowBytes + ((chunk ^ (row & 7)) << 4);
 }
 
+// The 64-byte swizzle is for blocks of [rows][64 bytes], 512-byte aligned: chunk c of row r is stored at chunk
+// c ^ (r / 2 % 4).
+__device__ __forceinline__ int half_swizzled(int row, int chunk) { return row * 64 + ((chunk ^ (row / 2 & 3)) << 4); }
+
+// Shared-memory descriptor of a K-major operand in the 64-byte swizzle.
+__device__ __forceinline__ uint64_t wgmma_half_descriptor(uint32_t address) {
+  constexpr uint64_t kSwizzle64 = uint64_t(2) << 62, kAtom = 8 * 64;
+  return kSwizzle64 | (kAtom >> 4) << 32 | (address & 0x3ffff) >> 4;
+}
+
 // Shared-memory descriptor of an operand in the 128-byte swizzle. `stride` is the step between atoms of eight rows. A
 // K-major product reads 32 bytes along each row and ignores `leading`. An MN-major product reads across 16 rows, and
 // `leading` is the step between blocks of 128 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, int leading, int stride) {
   constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
   return kSwizzle128 | uint64_t(stride >> 4) << 32 | uint64_t(leading >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+// The descriptor of an operand `bytes` further on. Only the low word changes, which saves the compiler 64-bit sums.
+__device__ __forceinline__ uint64_t advanced(uint64_t descriptor, int bytes) {
+  return descriptor >> 32 << 32 | (uint32_t(descriptor) + uint32_t(bytes >> 4));
 }
 
 // Orders earlier accesses to registers and ordinary accesses to shared memory before the products that follow.

@@ -35,7 +35,7 @@ void raise_if(const std::string& error) {
 
 void set_index_params(TreeVerifyParams& params, const Tensor& qo_indptr, const Tensor& kv_indptr,
                       const Tensor& kv_indices, const Tensor& prefix_lens, const Tensor& tree_slots,
-                      const Tensor& ancestors, int64_t num_nodes) {
+                      const Tensor& ancestors, int64_t page_size, int64_t num_nodes) {
   const Arg first("qo_indptr", qo_indptr);
   first.dtype({ScalarType::Int}).dims(1).contiguous();
   check(qo_indptr.size(0) >= 2, "qo_indptr", "shape [bs + 1] with bs of 1 or more", shape_string(qo_indptr));
@@ -45,6 +45,7 @@ void set_index_params(TreeVerifyParams& params, const Tensor& qo_indptr, const T
   Arg("prefix_lens", prefix_lens).on(first).dtype({ScalarType::Int}).shape({bs}).contiguous();
   Arg("tree_slots", tree_slots).on(first).dtype({ScalarType::Int, ScalarType::Long}).dims(1).contiguous();
   Arg("ancestors", ancestors).on(first).dtype({ScalarType::Long}).shape({tree_slots.size(0), Arg::kAny}).contiguous();
+  check(page_size >= 1, "page_size", "1 or more tokens", page_size);
   check(num_nodes >= 1 && num_nodes <= kMaxNodes, "num_nodes", "1 to " + std::to_string(kMaxNodes), num_nodes);
   const int words = ancestor_words(static_cast<int>(num_nodes));
   check(ancestors.size(1) >= words, "ancestors",
@@ -53,6 +54,7 @@ void set_index_params(TreeVerifyParams& params, const Tensor& qo_indptr, const T
 
   params.bs = static_cast<int32_t>(bs);
   params.total_rows = static_cast<int32_t>(tree_slots.size(0));
+  params.page_size = static_cast<int32_t>(std::min<int64_t>(page_size, INT32_MAX));
   params.num_nodes = static_cast<int32_t>(num_nodes);
   params.words = static_cast<int32_t>(ancestors.size(1));
   params.qo_indptr = qo_indptr.const_data_ptr<int32_t>();
@@ -105,7 +107,7 @@ TreeVerifyParams verify_params(const VerifyArgs& args) {
 
   Arg("qo_indptr", args.qo_indptr).on(q_arg);  // the other index tensors must be on its device
   set_index_params(params, args.qo_indptr, args.kv_indptr, args.kv_indices, args.prefix_lens, args.tree_slots,
-                   args.ancestors, args.num_nodes);
+                   args.ancestors, args.page_size, args.num_nodes);
   Arg("tree_slots", args.tree_slots).shape({total_rows});
   if (args.sinks) {
     Arg("sinks", *args.sinks).on(q_arg).dtype({ScalarType::Float}).shape({h_q}).contiguous();
@@ -170,9 +172,9 @@ std::tuple<int64_t, int64_t> verify_plan_cpu(Tensor, int64_t, int64_t, int64_t, 
 }
 
 void verify_check_cpu(Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor prefix_lens, Tensor tree_slots,
-                      Tensor ancestors, int64_t num_nodes, int64_t num_slots) {
+                      Tensor ancestors, int64_t page_size, int64_t num_nodes, int64_t num_slots) {
   TreeVerifyParams params{};
-  set_index_params(params, qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors, num_nodes);
+  set_index_params(params, qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors, page_size, num_nodes);
   params.num_slots = num_slots;
   raise_if(check_values(params, kv_indices.numel()));
 }

@@ -34,9 +34,9 @@ std::tuple<int64_t, int64_t> verify_plan_cuda(Tensor like, int64_t bs, int64_t n
 }
 
 void verify_check_cuda(Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor prefix_lens, Tensor tree_slots,
-                       Tensor ancestors, int64_t num_nodes, int64_t num_slots) {
+                       Tensor ancestors, int64_t page_size, int64_t num_nodes, int64_t num_slots) {
   TreeVerifyParams params{};
-  set_index_params(params, qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors, num_nodes);
+  set_index_params(params, qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors, page_size, num_nodes);
   CudaCall call(qo_indptr);
   std::vector<std::vector<char>> copies;
   const auto on_host = [&](const Tensor& tensor) -> const void* {

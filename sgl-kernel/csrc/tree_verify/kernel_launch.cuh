@@ -16,9 +16,9 @@ namespace ddtree {
   } while (0)
 
 // Launches the kernel with one block per work item (y) and pair of KV head and M tile (x). x varies fastest, so blocks
-// that run at the same time read neighboring heads of the same tokens.
-template <typename Traits, typename Kernel>
-cudaError_t launch_partial(Kernel kernel, const TreeVerifyParams& p, const Launch& launch) {
+// that run at the same time read neighboring heads of the same tokens. `more`: the kernel's arguments after `p`.
+template <typename Traits, typename Kernel, typename... More>
+cudaError_t launch_partial(Kernel kernel, const TreeVerifyParams& p, const Launch& launch, const More&... more) {
   constexpr int kTileM = Traits::kTileM;
   DDTREE_RETURN_IF_FAILED(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
@@ -29,7 +29,7 @@ cudaError_t launch_partial(Kernel kernel, const TreeVerifyParams& p, const Launc
   }
   const int m_tiles = (packed_rows(p.num_nodes, p.h_q, p.h_kv) + kTileM - 1) / kTileM;
   const dim3 grid(p.h_kv * m_tiles, p.bs * p.num_splits);
-  kernel<<<grid, Traits::kThreads, Traits::kSharedBytes, launch.stream>>>(p);
+  kernel<<<grid, Traits::kThreads, Traits::kSharedBytes, launch.stream>>>(p, more...);
   return cudaGetLastError();
 }
 

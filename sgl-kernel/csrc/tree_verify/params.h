@@ -34,6 +34,9 @@ struct TreeVerifyParams {
   int64_t k_stride_slot, k_stride_h;
   int64_t v_stride_slot, v_stride_h;
   int64_t num_slots;
+  // Prefix tokens of a request whose positions have the same quotient by page_size have consecutive slots. 1: any
+  // slots.
+  int32_t page_size = 1;
 
   // Ragged batch. Every length is read on the device, so one captured graph serves every replay.
   const int32_t* qo_indptr;    // [bs + 1]

@@ -258,6 +258,15 @@ std::string check_values(const TreeVerifyParams& p, int64_t num_kv_indices) {
     }
     for (int64_t i = kv_begin; i < kv_begin + p.prefix_lens[r]; ++i) {
       if (auto error = slot_wrong("kv_indices", p.kv_indices, p.kv_indices_is_64, i); !error.empty()) return error;
+      if ((i - kv_begin) % p.page_size == 0) continue;
+      const int64_t slot = index_at(p.kv_indices, p.kv_indices_is_64, i);
+      const int64_t next = index_at(p.kv_indices, p.kv_indices_is_64, i - 1) + 1;
+      if (slot != next) {
+        return wrong(at("kv_indices", i),
+                     std::to_string(next) +
+                         ", the slot after the token before (page_size = " + std::to_string(p.page_size) + ")",
+                     slot);
+      }
     }
     for (int64_t row = row_begin; row < row_end; ++row) {
       if (auto error = slot_wrong("tree_slots", p.tree_slots, p.tree_slots_is_64, row); !error.empty()) return error;

@@ -81,10 +81,13 @@ struct GqaSm90Traits {
   // Of two warpgroups. 168: registers per thread at launch.
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
   static_assert(2 * kConsumerRegisters + kProducerRegisters == 3 * 168);
-  static constexpr int kAhead =
-      kWarpgroups == 2 ? 4 : 8;  // passes of a copy unrolled, as the producers' registers allow
+  // Passes of a copy unrolled, as the producers' registers allow.
+  static constexpr int kAhead = kWarpgroups == 2 ? 4 : 8;
+  static constexpr bool kTogether = true;           // K and V of a token are copied together
+  static constexpr bool kPaged = kWarpgroups == 2;  // load by page; where memory is the limit, gathering is faster
   static constexpr int kTileN = kD == 192 ? 32 : kD == 64 || kWarpgroups == 2 ? 128 : 64;
   static constexpr int kProducerTokens = kTileN / kProducers;
+  static constexpr int kRowBytes = kD * 2;                  // of K or V
   static constexpr int kColumns = (kD + 63) / 64 * 64;      // whole blocks of 128 bytes
   static constexpr int kTileBytes = kTileN * kColumns * 2;  // of K or V
 
@@ -112,19 +115,23 @@ struct GqaFp8Sm90Traits {
   static constexpr bool kSplit = kSplit_;
   static constexpr int kD = kD_, kWarpgroups = kWarpgroups_, kTileM = 64 * kWarpgroups, kTileN = 128;
   static constexpr int kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
+  static constexpr int kProducers = 2, kProducerTokens = kTileN / kProducers;
   static constexpr int kMinBlocks = kWarpgroups == 2 || kD > 128 ? 1 : 2;
   // Registers per thread at launch: 168 of three warpgroups, 128 of two blocks of two, 255 of one block of two.
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 216 : kMinBlocks == 2 ? 192 : 256;
   static constexpr int kHelperRegisters = kWarpgroups == 2 ? 72 : 64;
   // Whether there are registers for O, S, P and P V at the same time.
   static constexpr bool kOverlap = kD == 64 && (kWarpgroups == 2 || !kSplit);
-  static constexpr int kBlocks = (kD + 127) / 128;
+  static constexpr int kRowBytes = kD, kBlocks = (kD + 127) / 128;
   static constexpr int kParts = kBlocks, kPartD = kD / kParts;  // P V is computed in parts, for lack of registers
   static constexpr int kTileBytes = kTileN * kBlocks * 128;     // K or V as stored
   static constexpr int kValuesBytes = kD * kTileN;              // V transposed
   static constexpr int kQParts = kSplit ? 2 : 1, kQPartBytes = kTileM * kBlocks * 128;
   static constexpr int kStages = kWarpgroups == 2 ? 4 : 2;
-  static constexpr int kAhead = 4;  // passes of a copy unrolled, as the helpers' registers allow
+  // As the helpers' registers allow: passes of a copy unrolled, and whether K and V of a token are copied together.
+  static constexpr int kAhead = 4;
+  static constexpr bool kTogether = kD > 64;
+  static constexpr bool kPaged = true;  // load by page
 
   struct Storage {
     char q[kQParts * kQPartBytes];
@@ -184,6 +191,7 @@ template <typename T>
 struct MlaSm90Traits {
   using Element = T;
   static constexpr int kTileM = kMlaTileM, kTileN = 64, kThreads = 384;
+  static constexpr bool kPaged = true;  // load by page
   static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
   static_assert(2 * kConsumerRegisters + kProducerRegisters == 3 * 168);  // 168: registers per thread at launch
   static constexpr int kBlocks = kMlaQkDim / 64;                          // [64][128 bytes] each, swizzled
@@ -213,6 +221,7 @@ struct MlaFp8Sm90Traits {
   using Element = T;
   static constexpr bool kSplit = kSplit_;
   static constexpr int kTileM = kMlaTileM, kTileN = 64, kThreads = 384;
+  static constexpr bool kPaged = true;  // load by page
   static constexpr int kConsumerRegisters = 232, kHelperRegisters = 40;
   static_assert(2 * kConsumerRegisters + kHelperRegisters == 3 * 168);  // 168: registers per thread at launch
   static constexpr int kBlockBytes = 64 * 128;

@@ -66,6 +66,26 @@ __device__ inline uint32_t tree_mask(const TreeVerifyParams& p, const Request& q
   return mask;
 }
 
+// Shortens a work item of packed rows [m0, m0 + rows) by the last tokens that none of its nodes sees, if that may save
+// a tile. A tree's node sees no later one, but a draft block's node does, so this reads the ancestors. At least one
+// token is left. `heads` rows share a node. Warp-collective.
+__device__ inline void drop_unseen_nodes(const TreeVerifyParams& p, WorkItem& work, int m0, int rows, int heads,
+                                         int tile_n) {
+  const Request& q = work.request;
+  const int first = m0 / heads, last = min((m0 + rows - 1) / heads, q.num_nodes - 1);
+  const int fewest = max(q.prefix + last + 1 - work.begin, 1);
+  if (work.index < 0 || ceil_div(fewest, tile_n) >= ceil_div(work.end - work.begin, tile_n)) return;
+  int seen = last;
+  for (int node = first + int(threadIdx.x & 31); node <= last; node += 32) {
+    const uint64_t* ancestors = p.ancestors + int64_t(q.row0 + node) * p.words;
+    for (int w = 0; w < ancestor_words(q.num_nodes); ++w) {
+      if (ancestors[w] != 0) seen = max(seen, w * kAncestorWordBits + 63 - __clzll(ancestors[w]));
+    }
+  }
+  seen = __reduce_max_sync(0xffffffff, seen);
+  work.end = max(work.begin + 1, min(work.end, q.prefix + seen + 1));
+}
+
 // Pool slot of a token. Of an int64 index only the low word is read, because a pool has fewer than 2^31 slots.
 __device__ __forceinline__ int token_slot(const TreeVerifyParams& p, const Request& q, int64_t kv_start, int token) {
   if (token < q.prefix) {

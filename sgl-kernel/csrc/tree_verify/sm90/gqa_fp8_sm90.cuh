@@ -11,9 +11,9 @@
 // probabilities that a thread holds after S are the operands that it needs for P V. Within 16 dimensions, dimension
 // 2 r + e becomes row 8 e + r.
 //
-// Synchronization: `full` completes when the copies of a stage have landed. `empty` completes when each consumer warp
-// has finished S, and each transposing lane has read V. `values_full` completes when V is transposed, and
-// `values_empty` when each consumer warp has finished P V.
+// Synchronization: a stage (gqa_loads.cuh) is free when each consumer warp has finished S, and each transposing lane
+// has read V. `values_full` completes when V is transposed, and `values_empty` when each consumer warp has finished P
+// V.
 #pragma once
 
 #include "common/cp_async.cuh"
@@ -31,71 +31,21 @@ namespace ddtree {
 
 // Shared-memory addresses of a block.
 template <typename Traits>
-struct GqaFp8Block {
+struct GqaFp8Block : KvStages<Traits> {
   using Storage = typename Traits::Storage;
-  uint32_t base;
   __device__ __forceinline__ uint32_t q(int part) const {
-    return base + offsetof(Storage, q) + part * Traits::kQPartBytes;
+    return this->base + offsetof(Storage, q) + part * Traits::kQPartBytes;
   }
-  __device__ __forceinline__ uint32_t k(int stage) const {
-    return base + offsetof(Storage, stages) + stage * 2 * Traits::kTileBytes;
-  }
-  __device__ __forceinline__ uint32_t v(int stage) const { return k(stage) + Traits::kTileBytes; }
   __device__ __forceinline__ uint32_t values(int i) const {
-    return base + offsetof(Storage, values) + i * Traits::kValuesBytes;
+    return this->base + offsetof(Storage, values) + i * Traits::kValuesBytes;
   }
-  __device__ __forceinline__ uint32_t full(int stage) const { return base + offsetof(Storage, full) + stage * 8; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return base + offsetof(Storage, empty) + stage * 8; }
-  __device__ __forceinline__ uint32_t values_full(int i) const { return base + offsetof(Storage, values_full) + i * 8; }
+  __device__ __forceinline__ uint32_t values_full(int i) const {
+    return this->base + offsetof(Storage, values_full) + i * 8;
+  }
   __device__ __forceinline__ uint32_t values_empty(int i) const {
-    return base + offsetof(Storage, values_empty) + i * 8;
+    return this->base + offsetof(Storage, values_empty) + i * 8;
   }
 };
-
-// A producer warp copies its 64 tokens of every tile.
-template <typename Traits>
-__device__ __forceinline__ void gqa_fp8_produce(const TreeVerifyParams& p, const WorkItem& work,
-                                                const GqaFp8Block<Traits>& block, int kv_head, int warp, int tiles) {
-  constexpr int kTokens = 64, kSlots = 2;
-  const int lane = threadIdx.x & 31, token0 = warp * kTokens;
-  const char* k = static_cast<const char*>(p.k_cache) + kv_head * p.k_stride_h;
-  const char* v = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_h;
-  int slots[kSlots];
-  auto load_slots = [&](int tile) {
-    const int first = work.begin + tile * Traits::kTileN + token0 + lane;
-#pragma unroll
-    for (int r = 0; r < kSlots; ++r) slots[r] = work_slot(p, work, first + r * 32);
-  };
-  load_slots(0);
-  RingPosition<Traits::kStages> at;
-  for (int j = 0; j < tiles; ++j, at.advance()) {
-    int now[kSlots];
-#pragma unroll
-    for (int r = 0; r < kSlots; ++r) now[r] = slots[r];
-    load_slots(j + 1);
-    mbarrier_wait(block.empty(at.stage), at.parity ^ 1);
-    if constexpr (Traits::kD > 64) {
-      const uint32_t to = block.k(at.stage), k_stride = p.k_stride_slot, v_stride = p.v_stride_slot;
-      for_each_vector<Traits::kTileN, kTokens, Traits::kD, Traits::kAhead>(
-          token0, now, [&](int slot, int from, uint32_t at_vector) {
-            const uint64_t s = uint32_t(max(slot, 0));
-            cp_async_16(to + at_vector, k + s * k_stride + from, slot >= 0);
-            cp_async_16(to + Traits::kTileBytes + at_vector, v + s * v_stride + from, slot >= 0);
-          });
-    } else {  // no registers for both at a time
-      auto copy = [&](const char* cache, uint32_t stride, uint32_t to) {
-        for_each_vector<Traits::kTileN, kTokens, Traits::kD, Traits::kAhead>(
-            token0, now, [&](int slot, int from, uint32_t at_vector) {
-              cp_async_16(to + at_vector, cache + uint64_t(uint32_t(max(slot, 0))) * stride + from, slot >= 0);
-            });
-      };
-      copy(k, p.k_stride_slot, block.k(at.stage));
-      copy(v, p.v_stride_slot, block.v(at.stage));
-    }
-    mbarrier_arrive_after_copies(block.full(at.stage));
-  }
-  cp_async_wait_all();  // no thread may exit with copies in flight
-}
 
 // Stores what ldmatrix_x4_trans loaded of 32 tokens and 16 dimensions (register i: tokens 8 i + 2 c, + 1 and dimensions
 // 2 g, + 1 of lane 4 g + c) in the order that the comment above describes.
@@ -189,7 +139,7 @@ __device__ __forceinline__ void gqa_fp8_load_q(const TreeVerifyParams& p, const 
 template <typename Traits>
 __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const WorkItem& work,
                                                 const GqaFp8Block<Traits>& block, float* q_unscale, int kv_head, int m0,
-                                                int tiles) {
+                                                int tiles, int paged) {
   using T = typename Traits::Element;
   constexpr int kD = Traits::kD, kTileN = Traits::kTileN;
   const int heads = p.h_q / p.h_kv, lane = threadIdx.x & 31, warp = threadIdx.x / 32, warpgroup = warp / 4;
@@ -221,9 +171,9 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
   };
-  auto wait_for_keys = [&] {
+  auto wait_for_keys = [&](int j) {
     mbarrier_wait(block.full(keys.stage), keys.parity);
-    fence_async_proxy();
+    if (j >= paged) fence_async_proxy();
   };
   auto start_scores = [&](Scores& s) {  // S = Q K^T
     const uint64_t k_desc = wgmma_descriptor(block.k(keys.stage), 0, kSwizzleAtomBytes);
@@ -235,7 +185,7 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
         // Four steps of 32 bytes cross a block of columns.
         const int q_at = part * Traits::kQPartBytes + k / 4 * Traits::kTileM * kSwizzleRowBytes + k % 4 * 32;
         const int k_at = k / 4 * kTileN * kSwizzleRowBytes + k % 4 * 32;
-        wgmma_e4m3(s, q_desc + (q_at >> 4), k_desc + (k_at >> 4), part + k > 0);
+        wgmma_e4m3(s, advanced(q_desc, q_at), advanced(k_desc, k_at), part + k > 0);
       }
     }
     wgmma_commit();
@@ -249,7 +199,7 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTileN / 32; ++k) {
-      const uint64_t v = v_desc + ((part * Traits::kPartD * kSwizzleRowBytes + k * 32) >> 4);
+      const uint64_t v = advanced(v_desc, part * Traits::kPartD * kSwizzleRowBytes + k * 32);
       wgmma_e4m3(product, prob[k], v, k > 0);
       if constexpr (Traits::kSplit) wgmma_e4m3(product, rest[k], v, true);
     }
@@ -311,7 +261,7 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
   };
 
   Scores s;
-  wait_for_keys();
+  wait_for_keys(0);
   turn.take();
   start_scores(s);
   turn.give();
@@ -322,7 +272,7 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
   pack(s);
   for (int j = 1; j < tiles; ++j) {
     mbarrier_wait(block.values_full(values.stage), values.parity);
-    wait_for_keys();
+    wait_for_keys(j);
     if constexpr (Traits::kOverlap) {
       Scores s;
       Product product;
@@ -366,27 +316,30 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
-    gqa_fp8_sm90_partial_kernel(const __grid_constant__ TreeVerifyParams p) {
+    gqa_fp8_sm90_partial_kernel(const __grid_constant__ TreeVerifyParams p, const __grid_constant__ Pages pages) {
   using Storage = typename Traits::Storage;
   extern __shared__ __align__(1024) char swizzled_smem[];
   Storage& storage = *reinterpret_cast<Storage*>(swizzled_smem);
-  const GqaFp8Block<Traits> block{smem_address(swizzled_smem)};
+  const GqaFp8Block<Traits> block{{smem_address(swizzled_smem)}};
   const int heads = p.h_q / p.h_kv, m_tiles = gridDim.x / p.h_kv;
   const int kv_head = blockIdx.x / m_tiles, m0 = blockIdx.x % m_tiles * Traits::kTileM;
+  if (threadIdx.x == 0) pages.prefetch();
   const int warp = threadIdx.x / 32, helper = warp - Traits::kConsumers / 32;
   WorkItem& work = storage.work;
   if (helper == 0) {
-    const WorkItem found = find_work(p, blockIdx.y, m0, heads);
+    WorkItem found = find_work(p, blockIdx.y, m0, heads);
+    drop_unseen_nodes(p, found, m0, Traits::kTileM, heads, Traits::kTileN);
     if (threadIdx.x % 32 == 0) {
       work = found;
       for (int s = 0; s < Traits::kStages; ++s) {
-        mbarrier_init(block.full(s), 64);
+        mbarrier_init(block.full(s), 32 * Traits::kProducers);
         mbarrier_init(block.empty(s), Traits::kConsumers / 32 + 64);
       }
       for (int i = 0; i < 2; ++i) {
         mbarrier_init(block.values_full(i), 64);
         mbarrier_init(block.values_empty(i), Traits::kConsumers / 32);
       }
+      fence_mbarrier_init();
     }
   }
   allow_dependents();
@@ -396,14 +349,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
   if (helper >= 0) {
     if constexpr (Traits::kConsumerRegisters < 256) shrink_registers<Traits::kHelperRegisters>();
-    if (helper < 2) {
-      gqa_fp8_produce<Traits>(p, work, block, kv_head, helper, tiles);
+    if (helper < Traits::kProducers) {
+      produce<Traits>(p, work, pages, block, kv_head, helper, tiles);
     } else {
-      gqa_fp8_transpose<Traits>(block, helper - 2, tiles);
+      gqa_fp8_transpose<Traits>(block, helper - Traits::kProducers, tiles);
     }
   } else {
     if constexpr (Traits::kConsumerRegisters < 256) grow_registers<Traits::kConsumerRegisters>();
-    gqa_fp8_consume<Traits>(p, work, block, storage.q_unscale, kv_head, m0, tiles);
+    gqa_fp8_consume<Traits>(p, work, block, storage.q_unscale, kv_head, m0, tiles, pages.tiles<Traits>(work));
   }
 }
 

@@ -1,60 +1,20 @@
 // Tree-verify attention over one chunk of a request's KV, for one KV head and one M tile, with wgmma (sm_90a).
 //
 // Does the same work as gqa_partial.cuh, which defines packed rows and work items, for KV of Q's type. A warpgroup of
-// consumers owns 64 rows. The block's one or two warpgroups share the K and V tiles. Producer warps copy those into a
-// ring of stages, gathering slots with cp.async. Producers and consumers each have a main loop over tiles j. The tensor
-// cores read every operand except P from shared memory in the 128-byte swizzle: blocks of 64 columns, each [rows][128
-// bytes]. Blocks that share a multiprocessor overlap one's softmax with another's products. Two warpgroups take turns
-// for that, and start S of a tile and P V of the tile before together, so that P V runs during the softmax.
-//
-// Synchronization: each stage has two mbarriers. `full` completes when the copies of the producers' lanes have landed.
-// Each consumer waits for it and then issues the proxy fence between those writes and its products. (In a thread with
-// copies in flight that fence would wait for all of them, which is one reason for separate producers.) `empty`
-// completes when each consumer warp has finished its products of the stage.
+// consumers owns 64 rows. The block's one or two warpgroups share the K and V tiles, which producer warps load into a
+// ring of stages (gqa_loads.cuh). Producers and consumers each have a main loop over tiles j. The tensor cores read
+// every operand except P from shared memory. Blocks that share a multiprocessor overlap one's softmax with another's
+// products. Two warpgroups take turns for that, and start S of a tile and P V of the tile before together, so that P V
+// runs during the softmax. A consumer warp frees a stage once it has finished its products.
 #pragma once
 
-#include "common/cp_async.cuh"
-#include "common/mbarrier.cuh"
 #include "common/pdl.cuh"
-#include "common/wgmma.cuh"
 #include "tree_verify/epilogue.cuh"
+#include "tree_verify/sm90/gqa_loads.cuh"
 #include "tree_verify/sm90/online_softmax.cuh"
 #include "tree_verify/traits.h"
-#include "tree_verify/tree_mask.cuh"
 
 namespace ddtree {
-
-// Byte offset of a row's 16-byte chunk (8 columns) in a tile of `rows` rows.
-__device__ __forceinline__ uint32_t swizzled_columns(int rows, int row, int chunk) {
-  return chunk / 8 * rows * kSwizzleRowBytes + swizzled(row, chunk % 8);
-}
-
-// Calls f(slot, offset in the row, offset in the tile) for each 16-byte vector of K or V that this lane of a producer
-// warp copies. The warp's tokens start at `token0`; lane i holds the slots of tokens 32 r + i. kBytes: of a row.
-// kAhead: passes unrolled, as registers allow.
-template <int kTileN, int kTokens, int kBytes, int kAhead, typename F>
-__device__ __forceinline__ void for_each_vector(int token0, const int (&slots)[(kTokens + 31) / 32], F f) {
-  // kGroup lanes share a token, and each takes every kGroup-th vector.
-  constexpr int kVectors = kBytes / 16, kPower = kVectors & -kVectors, kGroup = kPower < 16 ? kPower : 16;
-  constexpr int kPassTokens = 32 / kGroup;
-  const int lane = threadIdx.x & 31, part = lane % kGroup;
-#pragma unroll
-  for (int r = 0; r < (kTokens + 31) / 32; ++r) {
-#pragma unroll kAhead
-    for (int pass = 0; pass < min(32, kTokens) / kPassTokens; ++pass) {
-      const int at = pass * kPassTokens + lane / kGroup, token = token0 + r * 32 + at;
-      const int slot = __shfl_sync(0xffffffff, slots[r], at);
-#pragma unroll
-      for (int i = 0; i < kVectors / kGroup; ++i)
-        f(slot, (part + i * kGroup) * 16, swizzled_columns(kTileN, token, part + i * kGroup));
-    }
-  }
-}
-
-// A barrier of `threads` threads of the block. Id 0 is the barrier of __syncthreads().
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // Lets two warpgroups take turns at the tensor cores: while one's products run, the other computes its softmax. Without
 // turns both start each tile together, and then compete for the same units. Each calls take() and give() equally often.
@@ -78,58 +38,9 @@ struct Turn {
 
 // Shared-memory addresses of a block.
 template <typename Traits>
-struct GqaSm90Block {
-  using Storage = typename Traits::Storage;
-  uint32_t base;
-  __device__ __forceinline__ uint32_t q() const { return base + offsetof(Storage, q); }
-  __device__ __forceinline__ uint32_t k(int stage) const {
-    return base + offsetof(Storage, stages) + stage * 2 * Traits::kTileBytes;
-  }
-  __device__ __forceinline__ uint32_t v(int stage) const { return k(stage) + Traits::kTileBytes; }
-  __device__ __forceinline__ uint32_t full(int stage) const { return base + offsetof(Storage, full) + stage * 8; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return base + offsetof(Storage, empty) + stage * 8; }
+struct GqaSm90Block : KvStages<Traits> {
+  __device__ __forceinline__ uint32_t q() const { return this->base + offsetof(typename Traits::Storage, q); }
 };
-
-// A producer warp copies its tokens of every tile.
-template <typename Traits>
-__device__ __forceinline__ void gqa_sm90_produce(const TreeVerifyParams& p, const WorkItem& work,
-                                                 const GqaSm90Block<Traits>& block, int kv_head, int warp, int tiles) {
-  constexpr int kTileN = Traits::kTileN, kTokens = Traits::kProducerTokens, kBytes = Traits::kD * 2;
-  constexpr int kSlots = (kTokens + 31) / 32;
-  const int lane = threadIdx.x & 31, token0 = warp * kTokens;
-  const char* k = static_cast<const char*>(p.k_cache) + kv_head * p.k_stride_h * 2;
-  const char* v = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_h * 2;
-  const uint32_t k_stride = p.k_stride_slot * 2, v_stride = p.v_stride_slot * 2;
-  int slots[kSlots];
-  auto load_slots = [&](int tile) {
-    const int first = work.begin + tile * kTileN + token0 + lane;
-#pragma unroll
-    for (int r = 0; r < kSlots; ++r) slots[r] = work_slot(p, work, first + r * 32);
-  };
-  load_slots(0);
-  RingPosition<Traits::kStages> at;
-  for (int j = 0; j < tiles; ++j, at.advance()) {
-    int now[kSlots];
-#pragma unroll
-    for (int r = 0; r < kSlots; ++r) now[r] = slots[r];
-    load_slots(j + 1);
-    mbarrier_wait(block.empty(at.stage), at.parity ^ 1);
-    const uint32_t to = block.k(at.stage);
-    auto copy = [&](bool valid, uint32_t slot, int from, uint32_t at_vector) {
-      cp_async_16(to + at_vector, k + uint64_t(slot) * k_stride + from, valid);
-      cp_async_16(to + Traits::kTileBytes + at_vector, v + uint64_t(slot) * v_stride + from, valid);
-    };
-    if (work.begin + (j + 1) * kTileN <= work.end) {
-      for_each_vector<kTileN, kTokens, kBytes, Traits::kAhead>(
-          token0, now, [&](int slot, int from, uint32_t at_vector) { copy(true, slot, from, at_vector); });
-    } else {
-      for_each_vector<kTileN, kTokens, kBytes, Traits::kAhead>(
-          token0, now, [&](int slot, int from, uint32_t at_vector) { copy(slot >= 0, max(slot, 0), from, at_vector); });
-    }
-    mbarrier_arrive_after_copies(block.full(at.stage));
-  }
-  cp_async_wait_all();  // no thread may exit with copies in flight
-}
 
 // A warpgroup loads its 64 rows of Q, with zeros for rows that do not exist and four threads per row.
 template <typename Traits>
@@ -161,7 +72,8 @@ __device__ __forceinline__ void gqa_sm90_load_q(const TreeVerifyParams& p, const
 
 template <typename Traits>
 __device__ __forceinline__ void gqa_sm90_consume(const TreeVerifyParams& p, const WorkItem& work,
-                                                 const GqaSm90Block<Traits>& block, int kv_head, int m0, int tiles) {
+                                                 const GqaSm90Block<Traits>& block, int kv_head, int m0, int tiles,
+                                                 int paged) {
   using T = typename Traits::Element;
   constexpr int kD = Traits::kD, kTileM = Traits::kTileM, kTileN = Traits::kTileN;
   const int heads = p.h_q / p.h_kv, lane = threadIdx.x & 31, warp = threadIdx.x / 32, warpgroup = warp / 4;
@@ -179,9 +91,9 @@ __device__ __forceinline__ void gqa_sm90_consume(const TreeVerifyParams& p, cons
 
   float s[kTileN / 2];
   uint32_t prob[kTileN / 16][4];
-  auto wait_for = [&](const RingPosition<Traits::kStages>& at) {
+  auto wait_for = [&](const RingPosition<Traits::kStages>& at, int j) {
     mbarrier_wait(block.full(at.stage), at.parity);
-    fence_async_proxy();
+    if (j >= paged) fence_async_proxy();
   };
   auto release = [&](int stage) {
     __syncwarp();
@@ -195,7 +107,7 @@ __device__ __forceinline__ void gqa_sm90_consume(const TreeVerifyParams& p, cons
       // Four steps of 32 bytes cross a block of columns.
       const int q_at = k / 4 * kTileM * kSwizzleRowBytes + k % 4 * 32;
       const int k_at = k / 4 * kTileN * kSwizzleRowBytes + k % 4 * 32;
-      wgmma_ss<T>(s, q_desc + (q_at >> 4), k_desc + (k_at >> 4), k > 0);
+      wgmma_ss<T>(s, advanced(q_desc, q_at), advanced(k_desc, k_at), k > 0);
     }
     wgmma_commit();
   };
@@ -204,7 +116,7 @@ __device__ __forceinline__ void gqa_sm90_consume(const TreeVerifyParams& p, cons
     wgmma_pin(o);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kTileN / 16; ++k) wgmma_rs<T>(o, prob[k], v_desc + (k * 2 * kSwizzleAtomBytes >> 4));
+    for (int k = 0; k < kTileN / 16; ++k) wgmma_rs<T>(o, prob[k], advanced(v_desc, k * 2 * kSwizzleAtomBytes));
     wgmma_commit();
   };
   auto softmax = [&](int j) {  // turns the scores of tile j into probabilities
@@ -233,7 +145,7 @@ __device__ __forceinline__ void gqa_sm90_consume(const TreeVerifyParams& p, cons
   RingPosition<Traits::kStages> at;
   if constexpr (Traits::kWarpgroups == 1) {
     for (int j = 0; j < tiles; ++j, at.advance()) {
-      wait_for(at);
+      wait_for(at, j);
       start_scores(at.stage);
       wgmma_wait<0>();
       wgmma_pin(s);
@@ -246,7 +158,7 @@ __device__ __forceinline__ void gqa_sm90_consume(const TreeVerifyParams& p, cons
     }
   } else {
     const Turn<Traits::kWarpgroups> turn(warpgroup);
-    wait_for(at);
+    wait_for(at, 0);
     turn.take();
     start_scores(at.stage);
     turn.give();
@@ -257,7 +169,7 @@ __device__ __forceinline__ void gqa_sm90_consume(const TreeVerifyParams& p, cons
     for (int j = 1; j < tiles; ++j) {
       const int before = at.stage;
       at.advance();
-      wait_for(at);
+      wait_for(at, j);
       turn.take();
       start_scores(at.stage);
       start_values(before);  // of tile j - 1; runs during the softmax
@@ -289,23 +201,26 @@ __device__ __forceinline__ void gqa_sm90_consume(const TreeVerifyParams& p, cons
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
-    gqa_sm90_partial_kernel(const __grid_constant__ TreeVerifyParams p) {
+    gqa_sm90_partial_kernel(const __grid_constant__ TreeVerifyParams p, const __grid_constant__ Pages pages) {
   using Storage = typename Traits::Storage;
   extern __shared__ __align__(1024) char swizzled_smem[];
   Storage& storage = *reinterpret_cast<Storage*>(swizzled_smem);
-  const GqaSm90Block<Traits> block{smem_address(swizzled_smem)};
+  const GqaSm90Block<Traits> block{{smem_address(swizzled_smem)}};
   const int heads = p.h_q / p.h_kv, m_tiles = gridDim.x / p.h_kv;
   const int kv_head = blockIdx.x / m_tiles, m0 = blockIdx.x % m_tiles * Traits::kTileM;
+  if (threadIdx.x == 0) pages.prefetch();
   const int producer = threadIdx.x / 32 - Traits::kConsumers / 32;
   WorkItem& work = storage.work;
   if (producer == 0) {
-    const WorkItem found = find_work(p, blockIdx.y, m0, heads);
+    WorkItem found = find_work(p, blockIdx.y, m0, heads);
+    drop_unseen_nodes(p, found, m0, Traits::kTileM, heads, Traits::kTileN);
     if (threadIdx.x % 32 == 0) {
       work = found;
       for (int s = 0; s < Traits::kStages; ++s) {
         mbarrier_init(block.full(s), 32 * Traits::kProducers);
         mbarrier_init(block.empty(s), Traits::kConsumers / 32);
       }
+      fence_mbarrier_init();
     }
   }
   allow_dependents();
@@ -315,10 +230,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
   if (producer >= 0) {
     if constexpr (Traits::kWarpgroups == 2) shrink_registers<Traits::kProducerRegisters>();
-    gqa_sm90_produce<Traits>(p, work, block, kv_head, producer, tiles);
+    produce<Traits>(p, work, pages, block, kv_head, producer, tiles);
   } else {
     if constexpr (Traits::kWarpgroups == 2) grow_registers<Traits::kConsumerRegisters>();
-    gqa_sm90_consume<Traits>(p, work, block, kv_head, m0, tiles);
+    gqa_sm90_consume<Traits>(p, work, block, kv_head, m0, tiles, pages.tiles<Traits>(work));
   }
 }
 

@@ -12,10 +12,10 @@ cudaError_t launch_gqa_fp8_sm90(const TreeVerifyParams& p, const Launch& launch)
   if constexpr (kD <= 128) {
     using Wide = GqaFp8Sm90Traits<T, kSplit, kD, 2>;
     if (packed_rows(p.num_nodes, p.h_q, p.h_kv) > 64)
-      return launch_partial<Wide>(gqa_fp8_sm90_partial_kernel<Wide>, p, launch);
+      return launch_paged<Wide>(gqa_fp8_sm90_partial_kernel<Wide>, p, launch);
   }
   using Traits = GqaFp8Sm90Traits<T, kSplit, kD, 1>;
-  return launch_partial<Traits>(gqa_fp8_sm90_partial_kernel<Traits>, p, launch);
+  return launch_paged<Traits>(gqa_fp8_sm90_partial_kernel<Traits>, p, launch);
 }
 
 template <typename T, bool kFp8, int kD>
@@ -26,10 +26,10 @@ cudaError_t launch_gqa_sm90(const TreeVerifyParams& p, const Launch& launch) {
     if constexpr (kD <= 128) {
       using Wide = GqaSm90Traits<T, kD, 2>;
       if (packed_rows(p.num_nodes, p.h_q, p.h_kv) > 64)
-        return launch_partial<Wide>(gqa_sm90_partial_kernel<Wide>, p, launch);
+        return launch_paged<Wide>(gqa_sm90_partial_kernel<Wide>, p, launch);
     }
     using Traits = GqaSm90Traits<T, kD, 1>;
-    return launch_partial<Traits>(gqa_sm90_partial_kernel<Traits>, p, launch);
+    return launch_paged<Traits>(gqa_sm90_partial_kernel<Traits>, p, launch);
   }
 }
 

@@ -5,10 +5,11 @@
 // dimensions of O, and computes S and P of every other tile for both groups: group t % 2 those of tile t. Thread i of
 // one group passes P and the running maximum to thread i of the other. They use a mailbox that no other thread touches,
 // and because they take turns, one mailbox per pair is enough. A group computes S of its tile, receives P of the tile
-// before, computes P, and then adds both tiles to O. The helper warps copy and transpose.
+// before, computes P, and then adds both tiles to O. The helper warps load, by page (pages.cuh) or by slot, and
+// transpose.
 //
 // Barriers and who arrives at them:
-//   full[stage]          the copies of the producers' lanes
+//   full[stage]          the copies of the producers' lanes, or the lane that copies pages for all of them
 //   empty[stage]         the warps of the group that computes S of the stage, and the transposing lanes
 //   values_full[stage]   the transposing lanes
 //   values_empty[stage]  all consumer warps
@@ -41,17 +42,18 @@ struct MlaFp8Block {
   }
   __device__ __forceinline__ uint32_t posted(int group) const { return at(offsetof(Storage, posted), group); }
   __device__ __forceinline__ uint32_t values() const { return base + offsetof(Storage, values); }
-  // An operand of S is a part of Q or, from kParts on, a stage. Its last 64 dimensions are apart.
+  // An operand of S is a part of Q or, from kParts on, a stage. Its last 64 dimensions are apart, in a block of
+  // [64][64 bytes].
   __device__ __forceinline__ uint32_t operand(int which) const {
     return base + offsetof(Storage, operands) + which * 4 * Traits::kBlockBytes;
   }
   __device__ __forceinline__ uint32_t operand_end(int which) const {
-    return base + offsetof(Storage, operands) + (16 + which / 2) * Traits::kBlockBytes + which % 2 * 64;
+    return base + offsetof(Storage, operands) + 16 * Traits::kBlockBytes + which * (Traits::kBlockBytes / 2);
   }
   // Address of 16-byte chunk `chunk` (0 to 35) of a row of an operand.
   __device__ __forceinline__ uint32_t chunk_at(int which, int row, int chunk) const {
     if (chunk < 32) return operand(which) + chunk / 8 * Traits::kBlockBytes + swizzled(row, chunk % 8);
-    return operand_end(which) - which % 2 * 64 + swizzled(row, which % 2 * 4 + chunk - 32);
+    return operand_end(which) + half_swizzled(row, chunk - 32);
   }
   // Barrier of the two consumer groups; `time` counts its uses in the block.
   __device__ __forceinline__ void meet(int time) const {
@@ -60,16 +62,45 @@ struct MlaFp8Block {
   }
 };
 
+// A warp copies the first `tiles` tiles by page.
+template <typename Traits>
+__device__ __forceinline__ void mla_fp8_copy_pages(const TreeVerifyParams& p, const WorkItem& work, const Pages& pages,
+                                                   const MlaFp8Block<Traits>& block, int tiles) {
+  static_assert(Traits::kTileN == kBoxTokens);
+  auto load_slot = [&](int tile) { return work_slot(p, work, work.begin + tile * Traits::kTileN); };
+  int next = load_slot(0);
+  RingPosition<Traits::kStages> at;
+  for (int t = 0; t < tiles; ++t, at.advance()) {
+    const int operand = Traits::kParts + at.stage, slot = next;
+    next = load_slot(t + 1);
+    const uint32_t full = block.full(at.stage);
+    mbarrier_wait(block.empty(at.stage), at.parity ^ 1);
+    if (threadIdx.x % 32 != 0) continue;
+    mbarrier_expect(full, Traits::kTileN * kMlaQkDim);
+    mbarrier_arrive(full, 64);
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+      copy_box(block.operand(operand) + b * Traits::kBlockBytes, pages.k, b * kSwizzleRowBytes, 0, slot, full);
+    copy_box(block.operand_end(operand), pages.rest, kMlaVDim, 0, slot, full);
+  }
+  __syncwarp();
+}
+
 // A producer warp copies 32 tokens of every tile. Lane i looks up the slot of token i.
 template <typename Traits>
-__device__ __forceinline__ void mla_fp8_produce(const TreeVerifyParams& p, const WorkItem& work,
+__device__ __forceinline__ void mla_fp8_produce(const TreeVerifyParams& p, const WorkItem& work, const Pages& pages,
                                                 const MlaFp8Block<Traits>& block, int warp) {
   const int lane = threadIdx.x % 32, token0 = warp * 32;
   const char* const cache = static_cast<const char*>(p.k_cache);
   auto load_slot = [&](int tile) { return work_slot(p, work, work.begin + tile * Traits::kTileN + token0 + lane); };
-  int next = load_slot(0);
-  RingPosition<Traits::kStages> at;
-  for (int t = 0; t < block.tiles(); ++t, at.advance()) {
+  const int paged = pages.tiles<Traits>(work);
+  int next = load_slot(paged);
+  if (paged > 0) {
+    if (warp == 0) mla_fp8_copy_pages<Traits>(p, work, pages, block, paged);
+    meet_producers(64);
+  }
+  RingPosition<Traits::kStages> at{paged % Traits::kStages, paged / Traits::kStages & 1};
+  for (int t = paged; t < block.tiles(); ++t, at.advance()) {
     const int operand = Traits::kParts + at.stage, slot = next;
     next = load_slot(t + 1);
     mbarrier_wait(block.empty(at.stage), at.parity ^ 1);
@@ -120,58 +151,58 @@ __device__ __forceinline__ void mla_fp8_transpose(const MlaFp8Block<Traits>& blo
   }
 }
 
-// The consumers load the 64 packed rows of Q, with zeros for rows that do not exist. Eight threads share a row.
+// The consumers load the 64 packed rows of Q, with zeros for rows that do not exist. Eight threads share a row, and
+// each thread takes two rows. They are loaded together, but converted by a loop: the first time, code comes from DRAM.
 template <typename Traits>
 __device__ __forceinline__ void mla_fp8_load_q(const TreeVerifyParams& p, const WorkItem& work,
                                                const MlaFp8Block<Traits>& block, float* q_unscale) {
   using T = typename Traits::Element;
-  constexpr int kEach = kMlaQkDim / 64, kRows = Traits::kSplit ? 1 : 2;  // rows in flight, as registers allow
+  constexpr int kEach = kMlaQkDim / 64, kStep = 32;
+  static_assert(Traits::kTileM == 2 * kStep);
+  using Row = uint4[kEach];
   const int part = threadIdx.x % 8;
+  auto load = [&](int row, Row& to) {
+    const int m = block.m0() + row, node = m / p.h_q;
+    const bool exists = node < work.request.num_nodes;
+    const T* from = static_cast<const T*>(p.q) + part * 8;
+    if (exists) from += (work.request.row0 + int64_t(node)) * p.q_stride_t + m % p.h_q * p.q_stride_h;
+#pragma unroll
+    for (int d = 0; d < kEach; ++d)
+      to[d] = exists ? __ldg(reinterpret_cast<const uint4*>(from + d * 64)) : make_uint4(0, 0, 0, 0);
+  };
+  Row values, following;
+  load(threadIdx.x / 8, values);
+  load(threadIdx.x / 8 + kStep, following);
 #pragma unroll 1
-  for (int row0 = threadIdx.x / 8; row0 < Traits::kTileM; row0 += 32 * kRows) {
-    uint4 values[kRows][kEach];
+  for (int row = threadIdx.x / 8; row < Traits::kTileM; row += kStep) {
+    uint32_t top = 0;  // the largest magnitudes, which compare as integers
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int m = block.m0() + row0 + r * 32, node = m / p.h_q;
-      const bool exists = node < work.request.num_nodes;
-      const T* from = static_cast<const T*>(p.q) + part * 8;
-      if (exists) from += (work.request.row0 + int64_t(node)) * p.q_stride_t + m % p.h_q * p.q_stride_h;
-#pragma unroll
-      for (int d = 0; d < kEach; ++d)
-        values[r][d] = exists ? __ldg(reinterpret_cast<const uint4*>(from + d * 64)) : make_uint4(0, 0, 0, 0);
+    for (int d = 0; d < kEach; ++d) {
+      for (const uint32_t word : {values[d].x, values[d].y, values[d].z, values[d].w})
+        top = __vmaxu2(top, word & 0x7fff7fff);
     }
+    const float2 tops = unpack2<T>(top);
+    const float largest = quad_max(fmaxf(tops.x, tops.y));
+    const float scale = 128.f * range_scale(fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 4)));
+    if (part == 0) q_unscale[row] = 1.f / scale;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int at = row0 + r * 32;
-      float top = 0.f;
+    for (int d = 0; d < kEach; ++d) {
+      const uint32_t words[4] = {values[d].x, values[d].y, values[d].z, values[d].w};
+      uint32_t hi[4], lo[4];
 #pragma unroll
-      for (int d = 0; d < kEach; ++d) {
-        for (const uint32_t word : {values[r][d].x, values[r][d].y, values[r][d].z, values[r][d].w}) {
-          const float2 pair = unpack2<T>(word);
-          top = fmaxf(top, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-        }
+      for (int w = 0; w < 4; ++w) {
+        const float2 v = unpack2<T>(words[w]);
+        split_e4m3x2(make_float2(v.x * scale, v.y * scale), hi[w], lo[w]);
       }
-      top = quad_max(top);
-      const float scale = 128.f * range_scale(fmaxf(top, __shfl_xor_sync(0xffffffff, top, 4)));
-      if (part == 0) q_unscale[at] = 1.f / scale;
-#pragma unroll
-      for (int d = 0; d < kEach; ++d) {
-        const uint32_t words[4] = {values[r][d].x, values[r][d].y, values[r][d].z, values[r][d].w};
-        uint32_t hi[4], lo[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const float2 v = unpack2<T>(words[w]);
-          split_e4m3x2(make_float2(v.x * scale, v.y * scale), hi[w], lo[w]);
-        }
-        const int chunk = d * 4 + part / 2;
-        asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(block.chunk_at(0, at, chunk) + part % 2 * 8),
-                     "r"(hi[0] | hi[1] << 16), "r"(hi[2] | hi[3] << 16)
+      const int chunk = d * 4 + part / 2;
+      asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(block.chunk_at(0, row, chunk) + part % 2 * 8),
+                   "r"(hi[0] | hi[1] << 16), "r"(hi[2] | hi[3] << 16)
+                   : "memory");
+      if constexpr (Traits::kSplit)
+        asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(block.chunk_at(1, row, chunk) + part % 2 * 8),
+                     "r"(lo[0] | lo[1] << 16), "r"(lo[2] | lo[3] << 16)
                      : "memory");
-        if constexpr (Traits::kSplit)
-          asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(block.chunk_at(1, at, chunk) + part % 2 * 8),
-                       "r"(lo[0] | lo[1] << 16), "r"(lo[2] | lo[3] << 16)
-                       : "memory");
-      }
+      values[d] = following[d];
     }
   }
 }
@@ -187,15 +218,17 @@ struct MlaFp8Consumer {
   const WorkItem& work;
   const MlaFp8Block<Traits>& block;
   const LogitScale logit_scale;
+  const int paged;  // leading tiles that are loaded by page
   const int thread, lane;
   float o[128], s[32], row_max[2], row_sum[2], factor[2];
 
   __device__ __forceinline__ MlaFp8Consumer(const TreeVerifyParams& p, const WorkItem& work,
-                                            const MlaFp8Block<Traits>& block, const float* q_unscale)
+                                            const MlaFp8Block<Traits>& block, const float* q_unscale, int paged)
       : p(p),
         work(work),
         block(block),
         logit_scale(make_logit_scale(p.sm_scale, load_scale(p.k_scale), p.logit_cap)),
+        paged(paged),
         thread(threadIdx.x % 128),
         lane(threadIdx.x % 32) {
 #pragma unroll
@@ -209,25 +242,28 @@ struct MlaFp8Consumer {
 
   // S = Q K^T of a tile of this group. Complete on return.
   __device__ __forceinline__ void scores(int tile) {
-    const int stage = Traits::kStages == 2 ? kGroup : tile % Traits::kStages;
+    // The shuffle tells the compiler that a warp's threads agree, so that descriptors are in uniform registers.
+    const int stage = Traits::kStages == 2 ? kGroup : __shfl_sync(0xffffffff, tile % Traits::kStages, 0);
     const uint64_t operands = wgmma_descriptor(block.operand(0), 0, kSwizzleAtomBytes);
-    const uint64_t k = operands + ((block.operand(kParts + stage) - block.operand(0)) >> 4);
-    const uint64_t k_end = operands + ((block.operand_end(kParts + stage) - block.operand(0)) >> 4);
+    const uint64_t k = advanced(operands, block.operand(kParts + stage) - block.operand(0));
+    const uint64_t ends = wgmma_half_descriptor(block.operand_end(0));
+    const uint64_t k_end = advanced(ends, block.operand_end(kParts + stage) - block.operand_end(0));
     mbarrier_wait(block.full(stage), tile / Traits::kStages & 1);
-    fence_async_proxy();
+    if (Traits::kSplit || tile >= paged) fence_async_proxy();  // kSplit: no register left for `paged`
     wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const uint64_t q = operands + ((block.operand(part) - block.operand(0)) >> 4);
-      const uint64_t q_end = operands + ((block.operand_end(part) - block.operand(0)) >> 4);
+      const uint64_t q = advanced(operands, block.operand(part) - block.operand(0));
+      const uint64_t q_end = advanced(ends, block.operand_end(part) - block.operand_end(0));
 #pragma unroll
       for (int i = 0; i < kMlaVDim / 32; ++i) {
-        const int at = (i / 4 * Traits::kBlockBytes + i % 4 * 32) >> 4;
-        wgmma_e4m3(s, q + at, k + at, part + i > 0);
+        const int at = i / 4 * Traits::kBlockBytes + i % 4 * 32;
+        wgmma_e4m3(s, advanced(q, at), advanced(k, at), part + i > 0);
       }
 #pragma unroll
-      for (int i = 0; i < (kMlaQkDim - kMlaVDim) / 32; ++i) wgmma_e4m3(s, q_end + i * 2, k_end + i * 2, true);
+      for (int i = 0; i < (kMlaQkDim - kMlaVDim) / 32; ++i)
+        wgmma_e4m3(s, advanced(q_end, i * 32), advanced(k_end, i * 32), true);
     }
     wgmma_commit();
     wgmma_wait<0>();
@@ -276,7 +312,7 @@ struct MlaFp8Consumer {
       const uint32_t (&v)[4] = prob[i / kSteps][i % kSteps];
       store_shared_16(mailed_prob(i), make_uint4(v[0], v[1], v[2], v[3]));
     }
-    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(mailed_maxima()), "f"(row_max[0]), "f"(row_max[1]) : "memory");
+    store_shared_pair(mailed_maxima(), row_max);
     mbarrier_arrive(block.posted(kGroup));
   }
 
@@ -294,6 +330,12 @@ struct MlaFp8Consumer {
     return take_maxima(mailed_maxima(), row_max, row_sum);
   }
 
+  static __device__ __forceinline__ void copy(const Prob& from, Prob& to) {
+#pragma unroll
+    for (int i = 0; i < kParts * kSteps * 4; ++i)
+      to[i / (kSteps * 4)][i / 4 % kSteps][i % 4] = from[i / (kSteps * 4)][i / 4 % kSteps][i % 4];
+  }
+
   // O = O shrink + P V, for this group's dimensions.
   __device__ __forceinline__ void add_values(int tile, const Prob& prob, float2 shrink) {
     const int stage = tile & 1;
@@ -306,7 +348,7 @@ struct MlaFp8Consumer {
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kParts * kSteps; ++i)
-        wgmma_e4m3(s, prob[i % kParts][i / kParts], v + ((part * 64 * kSwizzleRowBytes + i / kParts * 32) >> 4), i > 0);
+        wgmma_e4m3(s, prob[i % kParts][i / kParts], advanced(v, part * 64 * kSwizzleRowBytes + i / kParts * 32), i > 0);
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_pin(s);
@@ -325,34 +367,28 @@ struct MlaFp8Consumer {
     int tile = kGroup;
     for (; tile < block.tiles(); tile += 2) {
       scores(tile);
-      float2 others_shrink = make_float2(1.f, 1.f);
-      if (kGroup == 1 || tile > 0) others_shrink = receive(tile - 1, others);
+      const bool first = kGroup == 0 && tile == 0;  // the other group has no tile before
+      float2 factors = make_float2(1.f, 1.f);
+      if (!first) factors = receive(tile - 1, others);
       const float2 shrink = softmax(tile, own);
       post(own);
-      if (kGroup == 1 || tile > 0) add_values(tile - 1, others, others_shrink);
-      add_values(tile, own, shrink);
+      if (first) copy(own, others), factors = shrink;
+#pragma unroll 1
+      for (int t = first ? tile : tile - 1; t <= tile; ++t) {
+        add_values(t, others, factors);
+        copy(own, others), factors = shrink;
+      }
     }
     if (tile - 1 < block.tiles()) {  // the other group's last tile
       const float2 shrink = receive(tile - 1, others);
       add_values(tile - 1, others, shrink);
     }
 
-    // Each group summed its own tiles. Both end with the same maximum.
-    block.meet(1);  // the last reader of the mailbox has finished
-    const uint32_t sums = mailed_prob(0) - thread * 8;
-    float other[2];
-    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(sums + kGroup * 1024), "f"(row_sum[0]), "f"(row_sum[1])
-                 : "memory");
-    block.meet(2);
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
-                 : "=f"(other[0]), "=f"(other[1])
-                 : "r"(sums + (kGroup ^ 1) * 1024)
-                 : "memory");
+    add_other_sums(block, block.at(offsetof(typename Traits::Storage, mailbox)), kGroup, thread, row_sum);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(row_sum[half] + other[half]);
       const int m = block.m0() + thread / 32 * 16 + half * 8 + lane / 4;
-      RowWriter<T>(p, work, blockIdx.y, 0, m, row_max[half], sum, kGroup == 0 && lane % 4 == 0)
+      RowWriter<T>(p, work, blockIdx.y, 0, m, row_max[half], row_sum[half], kGroup == 0 && lane % 4 == 0)
           .template store_even_odd<16>(kGroup * 256 + lane % 4 * 4, o, half * 2);
     }
   }
@@ -360,17 +396,19 @@ struct MlaFp8Consumer {
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    mla_fp8_sm90_partial_kernel(const __grid_constant__ TreeVerifyParams p) {
+    mla_fp8_sm90_partial_kernel(const __grid_constant__ TreeVerifyParams p, const __grid_constant__ Pages pages) {
   using Storage = typename Traits::Storage;
   extern __shared__ __align__(1024) char sm90_smem[];
   Storage& storage = *reinterpret_cast<Storage*>(sm90_smem);
   WorkItem& work = storage.work;
   const MlaFp8Block<Traits> block{work, smem_address(sm90_smem)};
   if (threadIdx.x < 32) {
-    const WorkItem found = find_work(p, blockIdx.y, block.m0(), p.h_q);
+    WorkItem found = find_work(p, blockIdx.y, block.m0(), p.h_q);
+    drop_unseen_nodes(p, found, block.m0(), Traits::kTileM, p.h_q, Traits::kTileN);
     if (threadIdx.x == 0) work = found;
   }
   if (threadIdx.x == 128) {
+    pages.prefetch();
     for (int i = 0; i < Traits::kStages; ++i) {
       mbarrier_init(block.full(i), 64);
       mbarrier_init(block.empty(i), 4 + 64);
@@ -381,6 +419,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(block.posted(i), 128);
     }
     mbarrier_init(block.at(offsetof(Storage, meeting)), 256);
+    fence_mbarrier_init();
   }
   __syncthreads();
   allow_dependents();
@@ -390,7 +429,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (group == 2) {
     shrink_registers<Traits::kHelperRegisters>();
     if (helper < 2) {
-      mla_fp8_produce<Traits>(p, work, block, helper);
+      mla_fp8_produce<Traits>(p, work, pages, block, helper);
     } else {
       mla_fp8_transpose<Traits>(block, helper - 2);
     }
@@ -400,9 +439,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     fence_async_proxy();
     block.meet(0);
     if (group == 0) {
-      MlaFp8Consumer<Traits, 0>(p, work, block, storage.q_unscale).run();
+      MlaFp8Consumer<Traits, 0>(p, work, block, storage.q_unscale, pages.tiles<Traits>(work)).run();
     } else {
-      MlaFp8Consumer<Traits, 1>(p, work, block, storage.q_unscale).run();
+      MlaFp8Consumer<Traits, 1>(p, work, block, storage.q_unscale, pages.tiles<Traits>(work)).run();
     }
   }
 }

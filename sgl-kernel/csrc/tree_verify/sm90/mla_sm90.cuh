@@ -1,24 +1,25 @@
 // Tree-verify attention over MLA latents of Q's type with wgmma. Computes what mla_partial.cuh computes, for sm_90a
 // only.
 //
-// The grid is the same: x = M tile of 64 packed rows, y = work item. A block is three warpgroups. The producers gather
-// tiles of 64 latents by slot into two stages. Each of the two consumer groups owns half of the 512 value dimensions of
-// O, and computes S and P of every other tile for both groups: group 0 the even tiles (stage 0), group 1 the odd tiles
-// (stage 1). Thread t of one group passes P and the running maximum to thread t of the other, which holds the same rows
-// in the same layout. They use a mailbox that no other thread touches, and because they take turns, one mailbox per
-// pair is enough. While one group computes its softmax, the tensor cores work for the other.
+// The grid is the same: x = M tile of 64 packed rows, y = work item. A block is three warpgroups. The producers load
+// tiles of 64 latents into two stages: by page (pages.cuh) or gathered by slot. Each of the two consumer groups owns
+// half of the 512 value dimensions of O, and computes S and P of every other tile for both groups: group 0 the even
+// tiles (stage 0), group 1 the odd tiles (stage 1). Thread t of one group passes P and the running maximum to thread t
+// of the other, which holds the same rows in the same layout. They use a mailbox that no other thread touches, and
+// because they take turns, one mailbox per pair is enough. While one group computes its softmax, the tensor cores work
+// for the other.
 //
 // A stage is filled and freed in two parts. Part 0 holds the value dimensions of the group that computes S and the 64
 // dimensions that are not values. Part 1 holds the other group's value dimensions. A group that has finished P V for
 // its own dimensions frees their part, regardless of the other group's progress.
 //
 // Barriers (mbarrier.cuh) and who arrives at them:
-//   full[stage]           the copies of the producers' lanes
+//   full[stage]           the copies of the producers' lanes, or the lane that copies pages for all of them
 //   empty[stage][part]    the warps of the group that owns the part's value dimensions
 //   posted[group]         the group's threads, once P is in the mailbox
 //   meeting               all consumers, before the first tile and after the last
-// The producers write through the generic proxy and the tensor cores read through the async proxy. Each consumer
-// therefore waits for `full`, fences, then multiplies.
+// A tile is gathered through the generic proxy, and the tensor cores read through the async proxy. Each consumer
+// therefore waits for `full`, fences, then multiplies. TMA writes through the async proxy, so its tiles need no fence.
 #pragma once
 
 #include "common/cp_async.cuh"
@@ -26,7 +27,9 @@
 #include "common/pdl.cuh"
 #include "common/wgmma.cuh"
 #include "tree_verify/epilogue.cuh"
+#include "tree_verify/sm90/mla_exchange.cuh"
 #include "tree_verify/sm90/online_softmax.cuh"
+#include "tree_verify/sm90/pages.cuh"
 #include "tree_verify/traits.h"
 #include "tree_verify/tree_mask.cuh"
 
@@ -35,7 +38,7 @@ namespace ddtree {
 // What every thread of a block knows.
 struct MlaSm90Block {
   const WorkItem& work;
-  int m0, tiles;
+  int m0, tiles, paged;         // leading tiles that are copied by page
   uint32_t q, stages, mailbox;  // shared-memory addresses
   uint32_t barriers;            // shared-memory address of MlaSm90Barriers
   __device__ __forceinline__ uint32_t full(int stage) const {
@@ -55,24 +58,6 @@ struct MlaSm90Block {
     mbarrier_wait(meeting(), time & 1);
   }
 };
-
-__device__ __forceinline__ void store_shared_16(uint32_t to, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
-// Takes the maxima that a thread of the other group posted. Returns the factors to multiply O by, bit for bit what the
-// softmax returned there.
-__device__ __forceinline__ float2 take_maxima(uint32_t from, float (&row_max)[2], float (&row_sum)[2]) {
-  float raised[2], shrink[2];
-  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(raised[0]), "=f"(raised[1]) : "r"(from) : "memory");
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    shrink[half] = raised[half] == row_max[half] ? 1.f : fast_exp2(row_max[half] - raised[half]);
-    row_max[half] = raised[half];
-    row_sum[half] *= shrink[half];
-  }
-  return make_float2(shrink[0], shrink[1]);
-}
 
 // The blocks of 64 dimensions that form a part of a stage: their number, and the i-th of them.
 __host__ __device__ constexpr int part_blocks(int part) { return part == 0 ? 5 : 4; }
@@ -104,15 +89,47 @@ __device__ __forceinline__ void mla_sm90_copy(const TreeVerifyParams& p, const M
   mbarrier_arrive_after_copies(block.full(kStage));
 }
 
+// A warp copies the tiles that are loaded by page.
+template <typename Traits>
+__device__ __forceinline__ void mla_sm90_copy_pages(const TreeVerifyParams& p, const MlaSm90Block& block,
+                                                    const Pages& pages) {
+  static_assert(Traits::kTileN == kBoxTokens);
+  auto load_slot = [&](int tile) { return work_slot(p, block.work, block.work.begin + tile * Traits::kTileN); };
+  int next = load_slot(0);
+  for (int tile = 0; tile < block.paged; ++tile) {
+    const int stage = tile % 2, slot = next;
+    next = load_slot(tile + 1);
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      mbarrier_wait(block.empty(stage, part), tile / 2 & 1 ^ 1);
+      if (threadIdx.x % 32 != 0) continue;
+      mbarrier_expect(block.full(stage), part_blocks(part) * Traits::kBlockBytes);
+      if (part == 1) mbarrier_arrive(block.full(stage), 128);
+#pragma unroll
+      for (int i = 0; i < part_blocks(part); ++i) {
+        const int b = part_block(stage, part, i);
+        copy_box(block.stages + stage * Traits::kTileBytes + b * Traits::kBlockBytes, pages.k, b * kSwizzleRowBytes, 0,
+                 slot, block.full(stage));
+      }
+    }
+  }
+  __syncwarp();
+}
+
 // A producer warp copies 16 tokens of every tile. Lanes i and i + 16 look up the slot of token i.
 template <typename Traits>
-__device__ __forceinline__ void mla_sm90_produce(const TreeVerifyParams& p, const MlaSm90Block& block) {
+__device__ __forceinline__ void mla_sm90_produce(const TreeVerifyParams& p, const MlaSm90Block& block,
+                                                 const Pages& pages) {
   const int token0 = threadIdx.x / 32 % 4 * 16;
   auto load_slot = [&](int tile) {
     return work_slot(p, block.work, block.work.begin + tile * Traits::kTileN + token0 + int(threadIdx.x % 16));
   };
-  int even = load_slot(0), odd = load_slot(1);
-  for (int tile = 0; tile < block.tiles; tile += 2) {
+  int even = load_slot(block.paged), odd = load_slot(block.paged + 1);
+  if (block.paged > 0) {
+    if (threadIdx.x / 32 % 4 == 0) mla_sm90_copy_pages<Traits>(p, block, pages);
+    meet_producers(128);
+  }
+  for (int tile = block.paged; tile < block.tiles; tile += 2) {
     const uint32_t parity = tile / 2 & 1;
     const int now = even, then = odd;
     even = load_slot(tile + 2), odd = load_slot(tile + 3);
@@ -146,12 +163,16 @@ struct MlaSm90Consumer {
     for (int half = 0; half < 2; ++half) row_max[half] = neg_inf(), row_sum[half] = 0.f;
   }
 
-  // Computes s = Q K^T for the tile in this group's stage. Complete on return.
-  __device__ __forceinline__ void scores(uint32_t parity) {
+  __device__ __forceinline__ void wait_for(int tile) {
+    mbarrier_wait(block.full(tile & 1), tile / 2 & 1);
+    if (tile >= block.paged) fence_async_proxy();
+  }
+
+  // Computes s = Q K^T for a tile of this group. Complete on return.
+  __device__ __forceinline__ void scores(int tile) {
     const uint64_t q = wgmma_descriptor(block.q, 16, kSwizzleAtomBytes);
     const uint64_t k = wgmma_descriptor(block.stages + kGroup * Traits::kTileBytes, 16, kSwizzleAtomBytes);
-    mbarrier_wait(block.full(kGroup), parity);
-    fence_async_proxy();
+    wait_for(tile);
     wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
@@ -222,7 +243,7 @@ struct MlaSm90Consumer {
 #pragma unroll
     for (int step = 0; step < kStepsN; ++step)
       store_shared_16(mailed_prob(step), make_uint4(prob[step][0], prob[step][1], prob[step][2], prob[step][3]));
-    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(mailed_maxima()), "f"(row_max[0]), "f"(row_max[1]) : "memory");
+    store_shared_pair(mailed_maxima(), row_max);
     mbarrier_arrive(block.posted(kGroup));
   }
 
@@ -251,7 +272,7 @@ struct MlaSm90Consumer {
     if constexpr (kGroup == 0) {
       for (int i = 0; i < pairs + odd; ++i) {
         const uint32_t parity = i & 1;
-        scores(parity);
+        scores(2 * i);
         const float2 shrink = softmax(2 * i);
         pack();
         post();
@@ -259,8 +280,7 @@ struct MlaSm90Consumer {
         start_values(0);
         finish_values(0);
         if (i < pairs) {
-          mbarrier_wait(block.full(1), parity);
-          fence_async_proxy();
+          wait_for(2 * i + 1);
           rescale(receive(parity));
           start_values(1);
           finish_values(1);
@@ -269,9 +289,8 @@ struct MlaSm90Consumer {
     } else {
       for (int i = 0; i < pairs; ++i) {
         const uint32_t parity = i & 1;
-        scores(parity);
-        mbarrier_wait(block.full(0), parity);
-        fence_async_proxy();
+        scores(2 * i + 1);
+        wait_for(2 * i);
         rescale(receive(parity));
         start_values(0);
         const float2 shrink = softmax(2 * i + 1);  // overlaps the products
@@ -283,30 +302,18 @@ struct MlaSm90Consumer {
         finish_values(1);
       }
       if (odd) {
-        mbarrier_wait(block.full(0), pairs & 1);
-        fence_async_proxy();
+        wait_for(2 * pairs);
         rescale(receive(pairs & 1));
         start_values(0);
         finish_values(0);
       }
     }
 
-    // Each group summed its own tiles. Both end with the same maximum.
-    block.meet(1);  // the last reader of the mailbox has finished
-    const uint32_t sums = block.mailbox + thread * 8;
-    float other[2];
-    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(sums + kGroup * 1024), "f"(row_sum[0]), "f"(row_sum[1])
-                 : "memory");
-    block.meet(2);
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
-                 : "=f"(other[0]), "=f"(other[1])
-                 : "r"(sums + (kGroup ^ 1) * 1024)
-                 : "memory");
+    add_other_sums(block, block.mailbox, kGroup, thread, row_sum);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(row_sum[half] + other[half]);
       const int m = block.m0 + thread / 32 * 16 + half * 8 + lane / 4;
-      RowWriter<T>(p, block.work, blockIdx.y, 0, m, row_max[half], sum, kGroup == 0 && lane % 4 == 0)
+      RowWriter<T>(p, block.work, blockIdx.y, 0, m, row_max[half], row_sum[half], kGroup == 0 && lane % 4 == 0)
           .template store_all<32>(kGroup * 256 + lane % 4 * 2, o, half * 2);
     }
   }
@@ -336,7 +343,7 @@ __device__ __forceinline__ void mla_sm90_load_q(const TreeVerifyParams& p, const
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    mla_sm90_partial_kernel(const __grid_constant__ TreeVerifyParams p) {
+    mla_sm90_partial_kernel(const __grid_constant__ TreeVerifyParams p, const __grid_constant__ Pages pages) {
   extern __shared__ __align__(1024) char sm90_smem[];
   using Storage = typename Traits::Storage;
   Storage& storage = *reinterpret_cast<Storage*>(sm90_smem);
@@ -344,33 +351,38 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   WorkItem& work = storage.work;
   const int m0 = int(blockIdx.x) * Traits::kTileM;
   if (threadIdx.x < 32) {
-    const WorkItem found = find_work(p, blockIdx.y, m0, p.h_q);
+    WorkItem found = find_work(p, blockIdx.y, m0, p.h_q);
+    drop_unseen_nodes(p, found, m0, Traits::kTileM, p.h_q, Traits::kTileN);
     if (threadIdx.x == 0) work = found;
   }
   MlaSm90Block block{work,
                      m0,
+                     0,
                      0,
                      base + uint32_t(offsetof(Storage, q)),
                      base + uint32_t(offsetof(Storage, stages)),
                      base + uint32_t(offsetof(Storage, mailbox)),
                      base + uint32_t(offsetof(Storage, barriers))};
   if (threadIdx.x == 128) {
+    pages.prefetch();
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(block.full(i), 128);
       for (int part = 0; part < 2; ++part) mbarrier_init(block.empty(i, part), 4);
       mbarrier_init(block.posted(i), 128);
     }
     mbarrier_init(block.meeting(), 256);
+    fence_mbarrier_init();
   }
   __syncthreads();
   allow_dependents();
   if (work.index < 0) return;
   block.tiles = ceil_div(work.end - work.begin, Traits::kTileN);
+  block.paged = pages.tiles<Traits>(work) / 2 * 2;
 
   const int group = threadIdx.x / 128;
   if (group == 2) {
     shrink_registers<Traits::kProducerRegisters>();
-    mla_sm90_produce<Traits>(p, block);
+    mla_sm90_produce<Traits>(p, block, pages);
   } else if (group == 0) {
     grow_registers<Traits::kConsumerRegisters>();
     mla_sm90_load_q<Traits>(p, block);

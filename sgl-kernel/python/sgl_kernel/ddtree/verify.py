@@ -87,6 +87,7 @@ def verify_gqa(
     sm_scale: float | None = None,
     logit_cap: float = 0.0,
     sliding_window: int = -1,
+    page_size: int = 1,
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
@@ -118,6 +119,8 @@ def verify_gqa(
         logit_cap: if positive, logits become cap * tanh(logit / cap).
         sliding_window: a node at position p (prefix length plus depth) sees positions p - sliding_window and later.
             Negative: all.
+        page_size: the prefix tokens i * page_size to (i + 1) * page_size - 1 of a request, for every i, have consecutive
+            slots. sm_90's kernels load such tokens together if page_size is a multiple of 64. 1: any slots.
         sinks: [h_q] float32, an extra logit per head that takes weight and has no value.
         k_scale, v_scale: one float32 on the device. A float8 cache stores K / k_scale and V / v_scale.
         out: [T, h_q, d] of q's dtype to write into; None: allocated.
@@ -137,7 +140,7 @@ def verify_gqa(
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     indices = (qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors)
-    num_splits = _check(indices, workspace, k_cache, debug)
+    num_splits = _check(indices, page_size, workspace, k_cache, debug)
     _ops.ddtree_verify_gqa(
         q,
         k_cache,
@@ -149,6 +152,7 @@ def verify_gqa(
         q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
         logit_cap,
         sliding_window,
+        page_size,
         workspace.num_nodes,
         num_splits,
         workspace.buffer,
@@ -172,6 +176,7 @@ def verify_mla(
     sm_scale: float,
     logit_cap: float = 0.0,
     sliding_window: int = -1,
+    page_size: int = 1,
     kv_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -186,7 +191,7 @@ def verify_mla(
         kv_scale: one float32 on the device. A float8 cache stores the latent row / kv_scale.
         out: [T, h_q, 512] of q's dtype to write into; None: allocated.
         qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors, workspace, logit_cap,
-        sliding_window, lse, debug: as in verify_gqa().
+        sliding_window, page_size, lse, debug: as in verify_gqa().
 
     Returns:
         out.
@@ -199,7 +204,7 @@ def verify_mla(
     if out is None:
         out = q.new_empty((*q.shape[:-1], MLA_HEAD_SIZES[1]))
     indices = (qo_indptr, kv_indptr, kv_indices, prefix_lens, tree_slots, ancestors)
-    num_splits = _check(indices, workspace, kv_cache, debug)
+    num_splits = _check(indices, page_size, workspace, kv_cache, debug)
     _ops.ddtree_verify_mla(
         q,
         kv_cache,
@@ -208,6 +213,7 @@ def verify_mla(
         sm_scale,
         logit_cap,
         sliding_window,
+        page_size,
         workspace.num_nodes,
         num_splits,
         workspace.buffer,
@@ -218,7 +224,11 @@ def verify_mla(
 
 
 def _check(
-    indices: tuple[torch.Tensor, ...], workspace: VerifyWorkspace, cache: torch.Tensor, debug: bool | None
+    indices: tuple[torch.Tensor, ...],
+    page_size: int,
+    workspace: VerifyWorkspace,
+    cache: torch.Tensor,
+    debug: bool | None,
 ) -> int:
     """Make the checks that the ops themselves do not make. Return the split count of the launch."""
     bs = indices[0].shape[0] - 1
@@ -231,7 +241,7 @@ def _check(
         return num_splits
     if torch.cuda.is_current_stream_capturing():
         return num_splits  # a capture forbids waiting for the device
-    _ops.ddtree_verify_check(*indices, workspace.num_nodes, cache.shape[0])
+    _ops.ddtree_verify_check(*indices, page_size, workspace.num_nodes, cache.shape[0])
     return num_splits
 
 

@@ -337,7 +337,14 @@ class TreeVerifyMixin(AttentionBackend):
             return self.tree_window_slots
         if self.tree_recent_slots is not None:
             return self.tree_recent_slots
-        return VerifySlots(*self._prefix_slots(), self.tree_prefix_lens, forward_batch.out_cache_loc)
+        kv_indptr, kv_indices = self._prefix_slots()
+        return VerifySlots(
+            kv_indptr,
+            kv_indices,
+            self.tree_prefix_lens,
+            forward_batch.out_cache_loc,
+            self.tree_runner.page_size,
+        )
 
     def ancestors_of(self, tokens: int, *, causal: bool = True) -> torch.Tensor:
         """Return the ancestor words of the trees or, if the verify has none, of a draft block per request.

@@ -158,12 +158,15 @@ class VerifySlots(NamedTuple):
         kv_indices: [*] int64, slots of the prefix tokens.
         prefix_lens: [bs] int32.
         tree_slots: [bs * N] int64, slot of each node.
+        page_size: tokens per page, if kv_indices has the whole prefix. Otherwise 1: a part of it may start in the middle
+            of a page.
     """
 
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
     prefix_lens: torch.Tensor
     tree_slots: torch.Tensor
+    page_size: int = 1
 
 
 def window_slots(
