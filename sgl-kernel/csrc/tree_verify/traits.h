@@ -70,7 +70,7 @@ struct GqaTraits {
 // warpgroup are limited by memory, and two of them share a multiprocessor. A block of two warpgroups is limited by
 // arithmetic and takes a multiprocessor alone, as does head size 256. A multiprocessor has 228 KiB, of which the system
 // takes 1 KiB per block.
-template <typename T, int kD_, int kWarpgroups_>
+template <typename T, int kD_, int kWarpgroups_, bool kPaged_>
 struct GqaSm90Traits {
   using Element = T;
   static constexpr int kD = kD_, kWarpgroups = kWarpgroups_, kTileM = 64 * kWarpgroups;
@@ -83,8 +83,8 @@ struct GqaSm90Traits {
   static_assert(2 * kConsumerRegisters + kProducerRegisters == 3 * 168);
   // Passes of a copy unrolled, as the producers' registers allow.
   static constexpr int kAhead = kWarpgroups == 2 ? 4 : 8;
-  static constexpr bool kTogether = true;           // K and V of a token are copied together
-  static constexpr bool kPaged = kWarpgroups == 2;  // load by page; where memory is the limit, gathering is faster
+  static constexpr bool kTogether = true;  // K and V of a token are copied together
+  static constexpr bool kPaged = kPaged_;  // load by page (sm90/pages.cuh)
   static constexpr int kTileN = kD == 192 ? 32 : kD == 64 || kWarpgroups == 2 ? 128 : 64;
   static constexpr int kProducerTokens = kTileN / kProducers;
   static constexpr int kRowBytes = kD * 2;                  // of K or V
@@ -109,7 +109,7 @@ struct GqaSm90Traits {
 
 // GQA over fp8 KV on sm_90a with fp8 wgmma (sm90/gqa_fp8_sm90.cuh). Two of the helper warps copy, two transpose V. Rows
 // of K and V take one or two blocks of 128 bytes.
-template <typename T, bool kSplit_, int kD_, int kWarpgroups_>
+template <typename T, bool kSplit_, int kD_, int kWarpgroups_, bool kPaged_>
 struct GqaFp8Sm90Traits {
   using Element = T;
   static constexpr bool kSplit = kSplit_;
@@ -131,7 +131,7 @@ struct GqaFp8Sm90Traits {
   // As the helpers' registers allow: passes of a copy unrolled, and whether K and V of a token are copied together.
   static constexpr int kAhead = 4;
   static constexpr bool kTogether = kD > 64;
-  static constexpr bool kPaged = true;  // load by page
+  static constexpr bool kPaged = kPaged_;
 
   struct Storage {
     char q[kQParts * kQPartBytes];
@@ -187,11 +187,11 @@ struct MlaSm90Barriers {
 };
 
 // MLA on sm_90a with wgmma (sm90/mla_sm90.cuh). One block takes all of a multiprocessor's shared memory.
-template <typename T>
+template <typename T, bool kPaged_>
 struct MlaSm90Traits {
   using Element = T;
   static constexpr int kTileM = kMlaTileM, kTileN = 64, kThreads = 384;
-  static constexpr bool kPaged = true;  // load by page
+  static constexpr bool kPaged = kPaged_;
   static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
   static_assert(2 * kConsumerRegisters + kProducerRegisters == 3 * 168);  // 168: registers per thread at launch
   static constexpr int kBlocks = kMlaQkDim / 64;                          // [64][128 bytes] each, swizzled
@@ -216,12 +216,12 @@ struct MlaSm90Traits {
 
 // MLA over fp8 latents on sm_90a with fp8 wgmma (sm90/mla_fp8_sm90.cuh). One block takes a multiprocessor. A block of
 // 128-byte rows is [64][128 bytes], swizzled.
-template <typename T, bool kSplit_>
+template <typename T, bool kSplit_, bool kPaged_>
 struct MlaFp8Sm90Traits {
   using Element = T;
   static constexpr bool kSplit = kSplit_;
   static constexpr int kTileM = kMlaTileM, kTileN = 64, kThreads = 384;
-  static constexpr bool kPaged = true;  // load by page
+  static constexpr bool kPaged = kPaged_;
   static constexpr int kConsumerRegisters = 232, kHelperRegisters = 40;
   static_assert(2 * kConsumerRegisters + kHelperRegisters == 3 * 168);  // 168: registers per thread at launch
   static constexpr int kBlockBytes = 64 * 128;

@@ -173,7 +173,7 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
   };
   auto wait_for_keys = [&](int j) {
     mbarrier_wait(block.full(keys.stage), keys.parity);
-    if (j >= paged) fence_async_proxy();
+    if (!Traits::kPaged || j >= paged) fence_async_proxy();
   };
   auto start_scores = [&](Scores& s) {  // S = Q K^T
     const uint64_t k_desc = wgmma_descriptor(block.k(keys.stage), 0, kSwizzleAtomBytes);
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   const GqaFp8Block<Traits> block{{smem_address(swizzled_smem)}};
   const int heads = p.h_q / p.h_kv, m_tiles = gridDim.x / p.h_kv;
   const int kv_head = blockIdx.x / m_tiles, m0 = blockIdx.x % m_tiles * Traits::kTileM;
-  if (threadIdx.x == 0) pages.prefetch();
+  if (Traits::kPaged && threadIdx.x == 0) pages.prefetch();
   const int warp = threadIdx.x / 32, helper = warp - Traits::kConsumers / 32;
   WorkItem& work = storage.work;
   if (helper == 0) {

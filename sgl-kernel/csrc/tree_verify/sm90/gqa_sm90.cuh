@@ -93,7 +93,7 @@ __device__ __forceinline__ void gqa_sm90_consume(const TreeVerifyParams& p, cons
   uint32_t prob[kTileN / 16][4];
   auto wait_for = [&](const RingPosition<Traits::kStages>& at, int j) {
     mbarrier_wait(block.full(at.stage), at.parity);
-    if (j >= paged) fence_async_proxy();
+    if (!Traits::kPaged || j >= paged) fence_async_proxy();
   };
   auto release = [&](int stage) {
     __syncwarp();
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   const GqaSm90Block<Traits> block{{smem_address(swizzled_smem)}};
   const int heads = p.h_q / p.h_kv, m_tiles = gridDim.x / p.h_kv;
   const int kv_head = blockIdx.x / m_tiles, m0 = blockIdx.x % m_tiles * Traits::kTileM;
-  if (threadIdx.x == 0) pages.prefetch();
+  if (Traits::kPaged && threadIdx.x == 0) pages.prefetch();
   const int producer = threadIdx.x / 32 - Traits::kConsumers / 32;
   WorkItem& work = storage.work;
   if (producer == 0) {

@@ -7,15 +7,20 @@
 
 namespace ddtree {
 
+template <typename T, bool kSplit, int kD, int kWarpgroups>
+cudaError_t launch_gqa_fp8_sm90(const TreeVerifyParams& p, const Launch& launch) {
+  return with_pages(p, launch, [&](auto paged, const Pages& pages) {
+    using Traits = GqaFp8Sm90Traits<T, kSplit, kD, kWarpgroups, decltype(paged)::value>;
+    return launch_partial<Traits>(gqa_fp8_sm90_partial_kernel<Traits>, p, launch, pages);
+  });
+}
+
 template <typename T, bool kSplit, int kD>
 cudaError_t launch_gqa_fp8_sm90(const TreeVerifyParams& p, const Launch& launch) {
   if constexpr (kD <= 128) {
-    using Wide = GqaFp8Sm90Traits<T, kSplit, kD, 2>;
-    if (packed_rows(p.num_nodes, p.h_q, p.h_kv) > 64)
-      return launch_paged<Wide>(gqa_fp8_sm90_partial_kernel<Wide>, p, launch);
+    if (packed_rows(p.num_nodes, p.h_q, p.h_kv) > 64) return launch_gqa_fp8_sm90<T, kSplit, kD, 2>(p, launch);
   }
-  using Traits = GqaFp8Sm90Traits<T, kSplit, kD, 1>;
-  return launch_paged<Traits>(gqa_fp8_sm90_partial_kernel<Traits>, p, launch);
+  return launch_gqa_fp8_sm90<T, kSplit, kD, 1>(p, launch);
 }
 
 template <typename T, bool kFp8, int kD>
@@ -24,12 +29,14 @@ cudaError_t launch_gqa_sm90(const TreeVerifyParams& p, const Launch& launch) {
     return exact_fp8() ? launch_gqa_fp8_sm90<T, true, kD>(p, launch) : launch_gqa_fp8_sm90<T, false, kD>(p, launch);
   } else {
     if constexpr (kD <= 128) {
-      using Wide = GqaSm90Traits<T, kD, 2>;
       if (packed_rows(p.num_nodes, p.h_q, p.h_kv) > 64)
-        return launch_paged<Wide>(gqa_sm90_partial_kernel<Wide>, p, launch);
+        return with_pages(p, launch, [&](auto paged, const Pages& pages) {
+          using Wide = GqaSm90Traits<T, kD, 2, decltype(paged)::value>;
+          return launch_partial<Wide>(gqa_sm90_partial_kernel<Wide>, p, launch, pages);
+        });
     }
-    using Traits = GqaSm90Traits<T, kD, 1>;
-    return launch_paged<Traits>(gqa_sm90_partial_kernel<Traits>, p, launch);
+    using Traits = GqaSm90Traits<T, kD, 1, false>;  // memory is the limit, and gathering is faster
+    return launch_partial<Traits>(gqa_sm90_partial_kernel<Traits>, p, launch, Pages{});
   }
 }
 

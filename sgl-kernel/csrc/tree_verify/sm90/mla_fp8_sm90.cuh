@@ -94,11 +94,11 @@ __device__ __forceinline__ void mla_fp8_produce(const TreeVerifyParams& p, const
   const char* const cache = static_cast<const char*>(p.k_cache);
   auto load_slot = [&](int tile) { return work_slot(p, work, work.begin + tile * Traits::kTileN + token0 + lane); };
   const int paged = pages.tiles<Traits>(work);
-  int next = load_slot(paged);
-  if (paged > 0) {
+  if (Traits::kPaged && paged > 0) {
     if (warp == 0) mla_fp8_copy_pages<Traits>(p, work, pages, block, paged);
     meet_producers(64);
   }
+  int next = load_slot(paged);
   RingPosition<Traits::kStages> at{paged % Traits::kStages, paged / Traits::kStages & 1};
   for (int t = paged; t < block.tiles(); ++t, at.advance()) {
     const int operand = Traits::kParts + at.stage, slot = next;
@@ -249,7 +249,8 @@ struct MlaFp8Consumer {
     const uint64_t ends = wgmma_half_descriptor(block.operand_end(0));
     const uint64_t k_end = advanced(ends, block.operand_end(kParts + stage) - block.operand_end(0));
     mbarrier_wait(block.full(stage), tile / Traits::kStages & 1);
-    if (Traits::kSplit || tile >= paged) fence_async_proxy();  // kSplit: no register left for `paged`
+    // kSplit: there is no register left for `paged`.
+    if (!Traits::kPaged || Traits::kSplit || tile >= paged) fence_async_proxy();
     wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
@@ -408,7 +409,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x == 0) work = found;
   }
   if (threadIdx.x == 128) {
-    pages.prefetch();
+    if (Traits::kPaged) pages.prefetch();
     for (int i = 0; i < Traits::kStages; ++i) {
       mbarrier_init(block.full(i), 64);
       mbarrier_init(block.empty(i), 4 + 64);

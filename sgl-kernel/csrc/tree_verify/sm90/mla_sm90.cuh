@@ -125,7 +125,7 @@ __device__ __forceinline__ void mla_sm90_produce(const TreeVerifyParams& p, cons
     return work_slot(p, block.work, block.work.begin + tile * Traits::kTileN + token0 + int(threadIdx.x % 16));
   };
   int even = load_slot(block.paged), odd = load_slot(block.paged + 1);
-  if (block.paged > 0) {
+  if (Traits::kPaged && block.paged > 0) {
     if (threadIdx.x / 32 % 4 == 0) mla_sm90_copy_pages<Traits>(p, block, pages);
     meet_producers(128);
   }
@@ -165,7 +165,7 @@ struct MlaSm90Consumer {
 
   __device__ __forceinline__ void wait_for(int tile) {
     mbarrier_wait(block.full(tile & 1), tile / 2 & 1);
-    if (tile >= block.paged) fence_async_proxy();
+    if (!Traits::kPaged || tile >= block.paged) fence_async_proxy();
   }
 
   // Computes s = Q K^T for a tile of this group. Complete on return.
@@ -364,7 +364,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                      base + uint32_t(offsetof(Storage, mailbox)),
                      base + uint32_t(offsetof(Storage, barriers))};
   if (threadIdx.x == 128) {
-    pages.prefetch();
+    if (Traits::kPaged) pages.prefetch();
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(block.full(i), 128);
       for (int part = 0; part < 2; ++part) mbarrier_init(block.empty(i, part), 4);

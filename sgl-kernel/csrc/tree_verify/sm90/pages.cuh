@@ -3,6 +3,8 @@
 // are gathered by slot.
 #pragma once
 
+#include <type_traits>
+
 #include "common/mbarrier.cuh"
 #include "common/tensor_map.h"
 #include "tree_verify/kernel_launch.cuh"
@@ -16,17 +18,14 @@ static_assert(kChunkGranule % kBoxTokens == 0, "tiles must start with a box");
 
 struct Pages {
   CUtensorMap k, rest;  // rest: V; for fp8 latents, the 64 bytes after the last whole 128
-  bool usable;          // whether to load by page
 
   // Leading tiles of a work item that are loaded by page: those in the prefix.
   template <typename Traits>
   __device__ __forceinline__ int tiles(const WorkItem& work) const {
-    if constexpr (!Traits::kPaged) return 0;
-    return usable ? max(0, min(work.request.prefix, work.end) - work.begin) / Traits::kTileN : 0;
+    return Traits::kPaged ? max(0, min(work.request.prefix, work.end) - work.begin) / Traits::kTileN : 0;
   }
   // Fetches the maps before they are needed.
   __device__ __forceinline__ void prefetch() const {
-    if (!usable) return;
     asm volatile("prefetch.tensormap [%0];" ::"l"(&k) : "memory");
     asm volatile("prefetch.tensormap [%0];" ::"l"(&rest) : "memory");
   }
@@ -47,28 +46,27 @@ __device__ __forceinline__ void meet_producers(int threads) {
   asm volatile("bar.sync 3, %0;" ::"r"(threads) : "memory");
 }
 
-// Launches a kernel whose Traits say whether it loads by page. With a sliding window it never does, because chunks
-// start where the window does, in the middle of a page.
-template <typename Traits, typename Kernel>
-cudaError_t launch_paged(Kernel kernel, const TreeVerifyParams& p, const Launch& launch) {
+// Calls launch(true_type, pages) if the kernel can load by page, otherwise launch(false_type, {}): kernels that gather
+// every token have no code for pages, because even a branch around a fence would cost them 3 to 6%. With a sliding
+// window all tokens are gathered, because chunks start where the window does, in the middle of a page.
+template <typename F>
+cudaError_t with_pages(const TreeVerifyParams& p, const Launch& launch, F f) {
   Pages pages{};
-  pages.usable = Traits::kPaged && !launch.shape && p.page_size % kBoxTokens == 0 && p.sliding_window < 0;
-  if (pages.usable) {
-    const bool fp8 = p.kv_dtype == DType::kFloat8E4M3, latents = p.d_qk == kMlaQkDim;
-    const int size = fp8 ? 1 : 2;
-    const auto encode = [&](CUtensorMap* map, const void* cache, int64_t slot_stride, int64_t head_stride, int d,
-                            int box_bytes) {
-      return encode_rows(map, cache, p.num_slots, slot_stride * size, p.h_kv, head_stride * size, d * size, kBoxTokens,
-                         box_bytes);
-    };
-    DDTREE_RETURN_IF_FAILED(encode(&pages.k, p.k_cache, p.k_stride_slot, p.k_stride_h, p.d_qk, 128));
-    if (fp8 && latents) {
-      DDTREE_RETURN_IF_FAILED(encode(&pages.rest, p.k_cache, p.k_stride_slot, p.k_stride_h, p.d_qk, 64));
-    } else {
-      DDTREE_RETURN_IF_FAILED(encode(&pages.rest, p.v_cache, p.v_stride_slot, p.v_stride_h, p.d_v, 128));
-    }
+  if (launch.shape || p.page_size % kBoxTokens != 0 || p.sliding_window >= 0) return f(std::false_type(), pages);
+  const bool fp8 = p.kv_dtype == DType::kFloat8E4M3, latents = p.d_qk == kMlaQkDim;
+  const int size = fp8 ? 1 : 2;
+  const auto encode = [&](CUtensorMap* map, const void* cache, int64_t slot_stride, int64_t head_stride, int d,
+                          int box_bytes) {
+    return encode_rows(map, cache, p.num_slots, slot_stride * size, p.h_kv, head_stride * size, d * size, kBoxTokens,
+                       box_bytes);
+  };
+  DDTREE_RETURN_IF_FAILED(encode(&pages.k, p.k_cache, p.k_stride_slot, p.k_stride_h, p.d_qk, 128));
+  if (fp8 && latents) {
+    DDTREE_RETURN_IF_FAILED(encode(&pages.rest, p.k_cache, p.k_stride_slot, p.k_stride_h, p.d_qk, 64));
+  } else {
+    DDTREE_RETURN_IF_FAILED(encode(&pages.rest, p.v_cache, p.v_stride_slot, p.v_stride_h, p.d_v, 128));
   }
-  return launch_partial<Traits>(kernel, p, launch, pages);
+  return f(std::true_type(), pages);
 }
 
 }  // namespace ddtree
