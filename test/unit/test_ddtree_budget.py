@@ -254,17 +254,17 @@ class TestBudget(CustomTestCase):
                     with self.subTest(bs=bs, kept=kept, host=host):
                         server.host = host
                         self.assertGreater(server.efficiency(bs, server.run(bs, 300)), 0.92, "at the change")
-                        self.assertGreater(server.efficiency(bs, server.run(bs, 300)), 0.98)
+                        self.assertGreater(server.efficiency(bs, server.run(bs, 300)), 0.97)
 
     def test_a_slow_host_is_no_reason_to_draft_nothing(self):
         """Without a draft the host has less to do, and what is known of that gets old."""
         costs = StepCosts(WIDTHS, BATCHES, dict(SMALL_TABLE))
         load = Load(4, 0, False)
-        for seconds in (1e-3, 2e-3, 2e-3, 2e-3, 2e-3, 2e-3, 2e-3):
+        for seconds in (1e-3, *[2e-3] * 30):
             costs.observe(load, 1, 0.75 * seconds, True)
             costs.observe(load, 16, seconds, True)
         self.assertAlmostEqual(costs.seconds(load, 32), 2e-3, delta=2e-4)
-        for _ in range(20):
+        for _ in range(60):
             costs.observe(load, 16, 6e-3, True)
         self.assertGreater(costs.seconds(load, 1), 3e-3)
         self.assertGreater(costs.seconds(load, 64), 5e-3)

@@ -151,6 +151,15 @@ class TestWidthControl(CustomTestCase):
             self.run_step(control, (3, 3), (2, 2))
         self.assertEqual([step.host_bound for step in self.budget.steps], [False, False])
 
+    def test_a_step_after_a_change_of_the_batch_is_not_timed(self):
+        """When requests end or join, the host has work that other steps do not have."""
+        control = self.control()
+        for requests in (2, 2, 1, 1, 1, 1):
+            self.budget.next = 8
+            control.choose(LOAD._replace(bs=requests))
+            control.finish()
+        self.assertEqual([step.seconds is None for step in self.budget.steps], [True, False, True, False])
+
     def test_several_ranks_use_no_times_of_their_own(self):
         control = self.control(refines_costs=False)
         for _ in range(5):

@@ -33,6 +33,9 @@ SURPRISE = 0.15  # if a time is this far from the expected one, the other times 
 # While the device bounds the steps, the host may become faster unseen. By these factors it is expected to, per report and
 # in all. A narrower width is then tried, which shows the host's time.
 HOST_DECAY, LEAST_DECAY = 0.98, 0.5
+FEW_UNSEEN = 20  # such reports, as if there were so many, when a batch size comes back
+# Weights of a new time of the host. Much can make a step late, such as requests that end, and nothing makes it early.
+RATE_IF_FASTER, RATE_IF_SLOWER = 0.3, 0.1
 PLAIN_HOST = 0.6  # the least part of the host's work that a step without a draft has
 # A probe is a step of another width than the present one, to learn what that costs.
 FIRST_WAIT, LAST_WAIT = 8, 1024  # steps before the first probe of a width; each later wait is twice as long
@@ -76,7 +79,8 @@ class Step(NamedTuple):
     Attributes:
         load: of the step.
         width: its N.
-        seconds: from the end of the step before it to its own end; None if something else ran in between.
+        seconds: from the end of the step before it to its own end; None if something else ran in between, or if the batch
+            changed, which gives the host other work.
         host_bound: whether the device was idle before the step, because the host was late.
         expected: by width, tokens per request according to the drafter's probabilities, bonus token included; None if
             the step had no draft.
@@ -161,9 +165,10 @@ class StepCosts:
         # (kind, width) -> how much longer the device takes than the table says
         self._ratios: dict[tuple[Any, int], _Mean] = {}
         # (kind, whether the step has a draft) -> the host's seconds, and reports since the host last bound a step
-        self._hosts: dict[tuple[Any, bool], _Mean] = {}
+        self._hosts: dict[tuple[Any, bool], float] = {}
         self._unseen: dict[tuple[Any, bool], int] = {}
         self._latest_host: tuple[Any, bool] | None = None
+        self._latest_kind: Any = None
         self._timed: set[tuple[Any, int]] = set()
 
     def kind(self, load: Load) -> tuple[int, bool]:
@@ -203,7 +208,7 @@ class StepCosts:
         """Return the host's seconds. If they were never seen, those of the steps that are most like it; at first 0."""
         for key in ((kind, has_draft), (kind, not has_draft), self._latest_host):
             if key in self._hosts:
-                return self._hosts[key].value * max(LEAST_DECAY, HOST_DECAY ** self._unseen.get(key, 0))
+                return self._hosts[key] * max(LEAST_DECAY, HOST_DECAY ** self._unseen.get(key, 0))
         return 0.0
 
     def timed(self, load: Load, width: int) -> bool:
@@ -238,20 +243,25 @@ class StepCosts:
     def _observe_host(self, key: tuple[Any, bool], seconds: float, host_bound: bool) -> None:
         """Take in the host's time, or that it took no longer."""
         kind, has_draft = key
+        if self._latest_kind != kind:
+            for each in (False, True):
+                # The host may have become faster or slower since then.
+                self._unseen[kind, each] = max(self._unseen.get((kind, each), 0), FEW_UNSEEN)
+            self._latest_kind = kind
         if not host_bound:
-            self._unseen[key] = self._unseen.get(key, 0) + 1
+            self._unseen[key] += 1
             if seconds >= self._host(kind, has_draft):
                 return
-        mean = self._hosts.setdefault(key, _Mean())
-        latest, self._latest_host = self._latest_host, key
-        unseen = self._unseen.pop(key, 0) if host_bound else 0
-        if unseen > FEW or (latest is not None and latest[0] != kind):
-            mean.count = min(mean.count, FEW)  # the host may have become faster or slower since then
-        mean.add(seconds, mean.value or seconds)
-        other = self._hosts.get((kind, not has_draft))
-        if other is not None:  # the host becomes slower or faster for both
+        else:
+            self._unseen[key] = 0
+        old = self._hosts.get(key, seconds)
+        rate = RATE_IF_FASTER if seconds < old else RATE_IF_SLOWER
+        new = self._hosts[key] = old + rate * (min(seconds, OUTLIER * old) - old)
+        other = (kind, not has_draft)
+        if other in self._hosts:  # the host becomes slower or faster for both
             least, most = (PLAIN_HOST, 1.0) if has_draft else (1.0, 1.0 / PLAIN_HOST)
-            other.value = min(max(other.value, least * mean.value), most * mean.value)
+            self._hosts[other] = min(max(self._hosts[other], least * new), most * new)
+        self._latest_host = key
 
 
 @dataclass

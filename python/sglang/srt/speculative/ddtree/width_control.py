@@ -50,7 +50,7 @@ class _Pending:
     load: Load
     width: int
     slot: _Slot
-    before: _Slot | None  # of the step before, if nothing else ran between
+    before: _Slot | None  # of the step before; None if something else ran between or the batch changed
     host_bound: bool
     has_totals: bool
 
@@ -132,6 +132,7 @@ class WidthControl:
         """Start the copies of the step's report. Call it when accept and commit are launched."""
         load, width, host_bound = self._next
         slot = self._slots[self._steps % len(self._slots)]
+        before = self._before if load.bs == self._last[0] else None
         self._same = self._same + 1 if (load.bs, width) == self._last else 0
         self._last = load.bs, width
         due = self._steps % REPORT_EVERY == REPORT_EVERY - 1
@@ -141,9 +142,7 @@ class WidthControl:
                 slot.report[: load.bs].copy_(self.expectation.report[: load.bs], non_blocking=True)
             if has_totals:
                 slot.totals.copy_(self.expectation.totals, non_blocking=True)
-            self._pending.append(
-                _Pending(self._steps, load, width, slot, self._before, host_bound, has_totals)
-            )
+            self._pending.append(_Pending(self._steps, load, width, slot, before, host_bound, has_totals))
         if self._on_card:
             slot.end.record()  # after the copies: who waits for it may read them
         else:
