@@ -298,6 +298,9 @@ int main(int argc, char** argv) {
     if (wanted("exact")) failed += run_all("sm_90's own kernels, exact fp8", Fp8::kSplits);
   }
   setenv("SGLANG_DDTREE_SM90", "0", 1);
-  if (wanted("common")) failed += run_all("common kernels", Fp8::kConverts);
+  setenv("SGLANG_DDTREE_FP8", "fast", 1);
+  if (wanted("common")) failed += run_all("common kernels", major == 10 ? Fp8::kConverts : Fp8::kRounds);
+  setenv("SGLANG_DDTREE_FP8", "exact", 1);
+  if (wanted("common")) failed += run_all("common kernels, exact fp8", Fp8::kConverts);
   return failed ? 1 : 0;
 }

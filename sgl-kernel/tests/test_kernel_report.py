@@ -18,8 +18,8 @@ Kernel = kernel_report.Kernel
 
 register_cpu_ci(est_time=5, suite="kernel")
 
-GQA = "gqa_partial_kernel<GqaTraits<__half, false, 128, 16>>"
-MLA_SM90 = "mla_fp8_sm90_partial_kernel<MlaFp8Sm90Traits<__half, true>>"
+GQA = "gqa_partial_kernel<GqaTraits<__half, 16bit, 128, 16>>"
+MLA_SM90 = "mla_fp8_sm90_partial_kernel<MlaFp8Sm90Traits<__half, true, false>>"
 RECURRENT = "recurrent_verify_kernel<VerifyTraits<__nv_bfloat16, 128, 3, true, false>>"
 INDEX = "index_logits_kernel"
 INDEX_SM90 = "index_logits_sm90_kernel<3>"
@@ -98,8 +98,8 @@ def test_known_local_memory(monkeypatch):
     """A listed kernel passes on its own architecture only, and one more instruction fails."""
     known = {("mla fp8", "sm_120"): 32, ("gqa 256 64", "sm_120"): 4}
     monkeypatch.setattr(kernel_report, "KNOWN_LOCAL_MEMORY", known)
-    mla = "mla_partial_kernel<MlaTraits<__half, true>>"
-    gqa = "gqa_partial_kernel<GqaTraits<__nv_bfloat16, false, 256, 64>>"
+    mla = "mla_partial_kernel<MlaTraits<__half, fp8>>"
+    gqa = "gqa_partial_kernel<GqaTraits<__nv_bfloat16, 16bit, 256, 64>>"
     for name, arch, count, bad in (
         (mla, "sm_120", 32, False),
         (mla, "sm_120", 33, True),
@@ -135,10 +135,17 @@ def test_launch_shapes_come_from_the_traits():
     shapes = kernel_report.launch_shapes()
     threads, shared = kernel_report.shape_of(GQA, shapes)
     assert threads % 32 == 0 and 0 < shared <= kernel_report.MAX_SHARED
-    assert kernel_report.shape_of("mla_partial_kernel<MlaTraits<__nv_bfloat16, true>>", shapes)[0] % 32 == 0
+    for math in kernel_report.KV_MATH:
+        assert (
+            kernel_report.shape_of(f"mla_partial_kernel<MlaTraits<__nv_bfloat16, {math}>>", shapes)[0] == 256
+        )
+    assert kernel_report.shape_of(GQA.replace("16bit, 128, 16", "fp8, 128, 128"), shapes)[0] == 256
     assert kernel_report.shape_of("combine_kernel<__half, 64>", shapes) is None
     assert kernel_report.shape_of(MLA_SM90, shapes)[0] == 384
-    assert kernel_report.shape_of("gqa_sm90_partial_kernel<GqaSm90Traits<__half, 128, 2>>", shapes)[0] == 384
+    assert (
+        kernel_report.shape_of("gqa_sm90_partial_kernel<GqaSm90Traits<__half, 128, 2, true>>", shapes)[0]
+        == 384
+    )
     assert kernel_report.shape_of(RECURRENT, shapes)[0] == 128
     assert kernel_report.shape_of(RECURRENT.replace("3", "4"), shapes)[0] == 64  # to fit into sm_120's memory
     assert kernel_report.shape_of(INDEX, shapes) == (256, 4 * 64 * (256 + 4))  # 4 rows of 64 heads
@@ -190,7 +197,7 @@ def test_missing_kernels():
 
 
 def test_short_name():
-    name = "void ddtree::gqa_partial_kernel<ddtree::GqaTraits<__half, false, 128, 16> >"
+    name = "void ddtree::gqa_partial_kernel<ddtree::GqaTraits<__half, (ddtree::KvMath)0, 128, 16> >"
     name += "(ddtree::TreeVerifyParams)"
     assert kernel_report.short_name(name) == GQA
 

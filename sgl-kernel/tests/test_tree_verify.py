@@ -32,7 +32,7 @@ CUDA = ["cuda"] if torch.cuda.is_available() else []
 EXACT = []
 if CUDA and torch.cuda.get_device_capability()[0] == 9:
     CUDA.append("cuda, common kernels")  # sm_90 has kernels of its own, but can run the common ones too
-    EXACT.append("cuda, exact fp8")
+    EXACT += ["cuda, exact fp8", "cuda, common kernels, exact fp8"]
 on_each_device = pytest.mark.parametrize("device", ["cpu", *CUDA], indirect=True)
 on_each_kernel = pytest.mark.parametrize("device", ["cpu", *CUDA, *EXACT], indirect=True)
 on_cuda = pytest.mark.parametrize(
@@ -44,9 +44,9 @@ on_cuda = pytest.mark.parametrize(
 
 @pytest.fixture
 def device(request, monkeypatch):
-    name, _, variant = request.param.partition(", ")
-    monkeypatch.setenv("SGLANG_DDTREE_SM90", "0" if variant == "common kernels" else "1")
-    monkeypatch.setenv("SGLANG_DDTREE_FP8", "exact" if variant == "exact fp8" else "fast")
+    name, *variant = request.param.split(", ")
+    monkeypatch.setenv("SGLANG_DDTREE_SM90", "0" if "common kernels" in variant else "1")
+    monkeypatch.setenv("SGLANG_DDTREE_FP8", "exact" if "exact fp8" in variant else "fast")
     return name
 
 

@@ -272,9 +272,13 @@ FP8_TOLERANCE, EXACT_FP8_TOLERANCE = (5e-2, 1e-2), (1e-2, 1e-2)
 
 
 def multiplies_fp8(batch: Batch) -> bool:
-    """Whether the batch runs on sm_90's own kernels for a float8 cache."""
-    own = batch.out.is_cuda and torch.cuda.get_device_capability()[0] == 9
-    return own and batch.case.kv_dtype == FP8 and os.environ.get("SGLANG_DDTREE_SM90") != "0"
+    """Whether the batch's kernel multiplies a float8 cache as it is stored. The common kernels convert it to 16 bits on
+    sm_100, and with SGLANG_DDTREE_FP8=exact."""
+    if not batch.out.is_cuda or batch.case.kv_dtype != FP8:
+        return False
+    major = torch.cuda.get_device_capability()[0]
+    own = major == 9 and os.environ.get("SGLANG_DDTREE_SM90") != "0"
+    return own or (major != 10 and not exact_fp8())
 
 
 def exact_fp8() -> bool:

@@ -37,8 +37,10 @@ MAX_SHARED, MAX_SHARED_SM90A = (
     int(re.search(rf"\b{name} = (\d+);", LIMITS)[1]) for name in ("kMaxSharedMemory", "kMaxSharedMemorySm90")
 )
 # Allowed LDL + STL of a hot kernel by (kernel without its element type, architecture), for example
-# ("gqa fp8 256 64", "sm_120"): 6. Kernels that are not listed may have none. Entries may only shrink.
+# ("gqa fp8 256 64", "sm_120"): 6. For 16-bit KV the word of KV_MATH is left out. Kernels that are not listed may have
+# none. Entries may only shrink.
 KNOWN_LOCAL_MEMORY: dict[tuple[str, str], int] = {}
+KV_MATH = ("16bit", "fp8", "converted")  # enum KvMath in csrc/tree_verify/traits.h
 MATRIX = re.compile(r"((gqa|mla)_(fp8_)?(sm90_)?partial|recurrent_verify|index_logits(_sm90)?)_kernel")
 HOT = re.compile(
     MATRIX.pattern + r"|(combine|recurrent_commit|conv_verify|conv_commit|store_index_keys)_kernel"
@@ -114,9 +116,10 @@ def demangle(names: list[str]) -> dict[str, str]:
 
 
 def short_name(demangled: str) -> str:
-    """Remove the return type, the parameters and our own namespace."""
+    """Remove the return type, the parameters and our own namespace, and name the values of KvMath."""
     name = re.sub(r"^void ", "", demangled)
     name = name.replace("(anonymous namespace)::", "").replace("ddtree::", "")
+    name = re.sub(r"\(KvMath\)(\d)", lambda match: KV_MATH[int(match[1])], name)
     return re.sub(r"\(.*$", "", name).replace("> >", ">>")
 
 
@@ -124,9 +127,10 @@ def launch_shapes() -> dict[tuple, tuple[int, int]]:
     """Read what the traits say about each kernel that multiplies matrices.
 
     Returns (kernel, type, flag, head size, tile height or warpgroups) -> (threads, dynamic shared bytes). The flag of
-    a common kernel is fp8, that of an fp8 kernel of sm_90 is whether it splits Q and P. For recurrent verify the key
-    is ("recurrent" or "recurrent_wide", type of the state, decay per channel, d_k, tiles of nodes), for the index
-    logits ("index" or "index_sm90", type, 0, head size, keys per tile).
+    a common kernel is its KvMath, that of an fp8 kernel of sm_90 is whether it splits Q and P. A kernel of sm_90 with
+    "paged" in its name loads by page. For recurrent verify the key is ("recurrent" or "recurrent_wide", type of the
+    state, decay per channel, d_k, tiles of nodes), for the index logits ("index" or "index_sm90", type, 0, head size,
+    keys per tile).
     """
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/launch_shapes"
@@ -144,9 +148,15 @@ def launch_shapes() -> dict[tuple, tuple[int, int]]:
 
 def shape_key(name: str) -> tuple | None:
     """Return the key of a kernel in launch_shapes(), or None if it is not there."""
-    flag = {"true": 1, "false": 0}
-    if match := re.search(r"(Gqa|Mla)(Fp8)?(Sm90)?Traits<(\w+)(?:, (true|false))?(?:, (\d+), (\d+))?>", name):
-        *words, element, option, size, tile = match.groups()
+    flag = {"true": 1, "false": 0} | {math: i for i, math in enumerate(KV_MATH)}
+    if match := re.search(
+        r"(Gqa|Mla)(Fp8)?(Sm90)?Traits<(\w+)(?:, ([a-z]\w+|16bit))?(?:, (\d+), (\d+))?(?:, (true|false))?>",
+        name,
+    ):
+        kernel, fp8, own, element, option, size, tile, paged = match.groups()
+        if own and not fp8:  # no option, but MlaSm90Traits<T, paged> reads like one
+            option, paged = None, paged or option
+        words = (kernel, fp8, "paged" if paged == "true" else None, own)
         kind = "_".join(word.lower() for word in words if word)
         return kind, element, flag[option or "false"], int(size or 0), int(tile or 0)
     if match := re.search(r"VerifyTraits<(\w+), (\d+), (\d+), (true|false), (true|false)>", name):
@@ -281,11 +291,11 @@ def occupancy(kernel: Kernel) -> str:
 
 
 def allowed_local_memory(kernel: Kernel) -> int:
-    match = re.search(r"(Gqa|Mla)Traits<\w+, (true|false)(?:, (\d+), (\d+))?>", kernel.name)
+    match = re.search(r"(Gqa|Mla)Traits<\w+, (\w+)(?:, (\d+), (\d+))?>", kernel.name)
     if match is None:
         return 0
-    kind, fp8, *sizes = match.groups()
-    words = [kind.lower(), "fp8" if fp8 == "true" else None, *sizes]
+    kind, math, *sizes = match.groups()
+    words = [kind.lower(), math if math != KV_MATH[0] else None, *sizes]
     return KNOWN_LOCAL_MEMORY.get((" ".join(filter(None, words)), kernel.arch), 0)
 
 

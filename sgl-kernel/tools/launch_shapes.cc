@@ -13,10 +13,10 @@ using namespace ddtree;
 struct __half;
 struct __nv_bfloat16;
 
-template <typename T, bool kFp8, int kD, int kTileM>
+template <typename T, KvMath kMath, int kD, int kTileM>
 void print_gqa(const char* type) {
-  using Traits = GqaTraits<T, kFp8, kD, kTileM>;
-  std::printf("gqa %s %d %d %d %d %d\n", type, kFp8, kD, kTileM, Traits::kThreads, Traits::kSharedBytes);
+  using Traits = GqaTraits<T, kMath, kD, kTileM>;
+  std::printf("gqa %s %d %d %d %d %d\n", type, int(kMath), kD, kTileM, Traits::kThreads, Traits::kSharedBytes);
 }
 
 template <typename Traits>
@@ -24,37 +24,61 @@ void print_own(const char* kernel, const char* type, bool flag, int size, int wa
   std::printf("%s %s %d %d %d %d %d\n", kernel, type, flag, size, warpgroups, Traits::kThreads, Traits::kSharedBytes);
 }
 
-// The kernels of sm_90a.
+// The kernels of sm_90a: those that gather, and those that load by page.
+template <typename T, bool kSplit, int kD, int kWarpgroups>
+void print_gqa_fp8_sm90(const char* type) {
+  print_own<GqaFp8Sm90Traits<T, kSplit, kD, kWarpgroups, false>>("gqa_fp8_sm90", type, kSplit, kD, kWarpgroups);
+  print_own<GqaFp8Sm90Traits<T, kSplit, kD, kWarpgroups, true>>("gqa_fp8_paged_sm90", type, kSplit, kD, kWarpgroups);
+}
+
 template <typename T, int kD, int kWarpgroups>
 void print_gqa_sm90(const char* type) {
-  print_own<GqaSm90Traits<T, kD, kWarpgroups>>("gqa_sm90", type, false, kD, kWarpgroups);
-  print_own<GqaFp8Sm90Traits<T, false, kD, kWarpgroups>>("gqa_fp8_sm90", type, false, kD, kWarpgroups);
-  print_own<GqaFp8Sm90Traits<T, true, kD, kWarpgroups>>("gqa_fp8_sm90", type, true, kD, kWarpgroups);
+  print_own<GqaSm90Traits<T, kD, kWarpgroups, false>>("gqa_sm90", type, false, kD, kWarpgroups);
+  if constexpr (kWarpgroups == 2) print_own<GqaSm90Traits<T, kD, 2, true>>("gqa_paged_sm90", type, false, kD, 2);
+  print_gqa_fp8_sm90<T, false, kD, kWarpgroups>(type);
+  print_gqa_fp8_sm90<T, true, kD, kWarpgroups>(type);
 }
 
 template <typename T>
 void print_mla_sm90(const char* type) {
-  print_own<MlaSm90Traits<T>>("mla_sm90", type, false, 0, 0);
-  print_own<MlaFp8Sm90Traits<T, false>>("mla_fp8_sm90", type, false, 0, 0);
-  print_own<MlaFp8Sm90Traits<T, true>>("mla_fp8_sm90", type, true, 0, 0);
+  print_own<MlaSm90Traits<T, false>>("mla_sm90", type, false, 0, 0);
+  print_own<MlaSm90Traits<T, true>>("mla_paged_sm90", type, false, 0, 0);
+  print_own<MlaFp8Sm90Traits<T, false, false>>("mla_fp8_sm90", type, false, 0, 0);
+  print_own<MlaFp8Sm90Traits<T, false, true>>("mla_fp8_paged_sm90", type, false, 0, 0);
+  print_own<MlaFp8Sm90Traits<T, true, false>>("mla_fp8_sm90", type, true, 0, 0);
+  print_own<MlaFp8Sm90Traits<T, true, true>>("mla_fp8_paged_sm90", type, true, 0, 0);
 }
 
-template <typename T, bool kFp8, int kD>
+template <typename T, KvMath kMath, int kD>
 void print_gqa_tiles(const char* type) {
-  print_gqa<T, kFp8, kD, 16>(type);
-  print_gqa<T, kFp8, kD, 64>(type);
-  if constexpr (kD <= 128) print_gqa<T, kFp8, kD, 128>(type);
-  if constexpr (!kFp8) print_gqa_sm90<T, kD, 1>(type);
-  if constexpr (!kFp8 && kD <= 128) print_gqa_sm90<T, kD, 2>(type);
+  print_gqa<T, kMath, kD, 16>(type);
+  print_gqa<T, kMath, kD, 64>(type);
+  if constexpr (kD <= 128) print_gqa<T, kMath, kD, 128>(type);
 }
 
-template <typename T, bool kFp8>
-void print_all(const char* type) {
-#define DDTREE_PRINT(size) print_gqa_tiles<T, kFp8, size>(type);
+template <typename T, KvMath kMath>
+void print_common(const char* type) {
+#define DDTREE_PRINT(size) print_gqa_tiles<T, kMath, size>(type);
   DDTREE_GQA_HEAD_SIZES(DDTREE_PRINT)
-  using Mla = MlaTraits<T, kFp8>;
-  std::printf("mla %s %d 0 0 %d %d\n", type, kFp8, Mla::kThreads, Mla::kSharedBytes);
-  if constexpr (!kFp8) print_mla_sm90<T>(type);
+#undef DDTREE_PRINT
+  using Mla = MlaTraits<T, kMath>;
+  std::printf("mla %s %d 0 0 %d %d\n", type, int(kMath), Mla::kThreads, Mla::kSharedBytes);
+}
+
+template <typename T, int kD>
+void print_gqa_sm90_sizes(const char* type) {
+  print_gqa_sm90<T, kD, 1>(type);
+  if constexpr (kD <= 128) print_gqa_sm90<T, kD, 2>(type);
+}
+
+template <typename T>
+void print_all(const char* type) {
+  print_common<T, KvMath::k16Bit>(type);
+  print_common<T, KvMath::kFp8>(type);
+  print_common<T, KvMath::kConverted>(type);
+#define DDTREE_PRINT(size) print_gqa_sm90_sizes<T, size>(type);
+  DDTREE_GQA_HEAD_SIZES(DDTREE_PRINT)
+  print_mla_sm90<T>(type);
 }
 
 template <typename State, int kDk, int kTiles, bool kChannel, bool kWide = false>
@@ -88,10 +112,8 @@ void print_index(const char* kernel) {
 }
 
 int main() {
-  print_all<__half, false>("__half");
-  print_all<__half, true>("__half");
-  print_all<__nv_bfloat16, false>("__nv_bfloat16");
-  print_all<__nv_bfloat16, true>("__nv_bfloat16");
+  print_all<__half>("__half");
+  print_all<__nv_bfloat16>("__nv_bfloat16");
   print_recurrent_all<float>("float");
   print_recurrent_all<__nv_bfloat16>("__nv_bfloat16");
   print_index<IndexTraits>("index");

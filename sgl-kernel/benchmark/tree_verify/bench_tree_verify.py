@@ -1,8 +1,8 @@
 """Times tree-verify attention against the card's limits, upstream's Triton kernel and the best chain kernels.
 
 The limits are measured in the same run: the copy rate (bytes read + written) and the bf16 rate of mma.sync
-(mma_rate.cu). "KV" is the size of the prefix and tree KV, read once, divided by the time. "common" is the kernel that
-every architecture has, on a card that normally runs one of its own (SGLANG_DDTREE_SM90). "exact" is the time with
+(mma_rate.cu). "KV" is the size of the prefix and tree KV, read once, divided by the time. "common" is the kernel of
+sm_100, on a card that normally runs one of its own (SGLANG_DDTREE_SM90). "exact" is the time with
 SGLANG_DDTREE_FP8=exact. "error" is the relative error of O against float64 for some rows. Upstream's kernel runs if
 sglang can be imported. --peers times FlashAttention 3, FlashMLA and FlashInfer (peers.py), which run a chain of N
 tokens. Every time is a median of do_bench over replays of a captured graph, with the L2 cache cleared before each
@@ -328,7 +328,8 @@ def main() -> None:
             f = inputs.ours(fp8)
             us, common_us = time_us(f), None
             if own_kernels:
-                with Environment("SGLANG_DDTREE_SM90", "0"):
+                # sm_100 converts fp8 KV, which is the common kernels' exact mode here.
+                with Environment("SGLANG_DDTREE_SM90", "0"), Environment("SGLANG_DDTREE_FP8", "exact"):
                     common_us = time_us(inputs.ours(fp8))
             exact_us = exact_error = None
             if fp8:

@@ -1,5 +1,5 @@
-// Converts between e4m3 and wider types. bf16 and fp16 hold every e4m3 value exactly, so the KV scales are applied to S
-// and O instead.
+// Converts between e4m3 and wider types, and multiplies in e4m3. bf16 and fp16 hold every e4m3 value exactly, so the KV
+// scales are applied to S and O instead.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -65,12 +65,38 @@ __device__ __forceinline__ float range_scale(float top) {
   return exponent == 0 || exponent >= 254 ? 1.f : __uint_as_float((254 - exponent) << 23);
 }
 
+// The power of two that brings a row of Q with absolute maximum `top` into [128, 256) before it is rounded to e4m3.
+__device__ __forceinline__ float e4m3_scale(float top) { return 128.f * range_scale(top); }
+
+// 1 / scale for a power of two, without the branches of a division.
+__device__ __forceinline__ float reciprocal_of_power(float scale) {
+  return __uint_as_float(0x7f000000 - __float_as_uint(scale));
+}
+
+// Softmax weights that are rounded to e4m3 are relative to 2^-kE4m3Headroom of the row's largest, which becomes 256.
+constexpr float kE4m3Headroom = 8.f;
+
 __device__ __forceinline__ float bf16x2_abs_max(uint32_t v) {
   return fmaxf(fabsf(__uint_as_float(v << 16)), fabsf(__uint_as_float(v & 0xffff0000)));
 }
 
 __device__ __forceinline__ uint32_t bf16x2_to_half2(uint32_t v, float scale) {
   return pack2<__half>(__uint_as_float(v << 16) * scale, __uint_as_float(v & 0xffff0000) * scale);
+}
+
+// mma.sync with k of 32 bytes: m16n8k16 in 16-bit types, m16n8k32 in e4m3 (__nv_fp8_e4m3). In e4m3 the fragments of A
+// and B hold four values where those of mma_m16n8k16 hold two. sm_120 multiplies e4m3; on sm_90 and sm_100 ptxas
+// converts the fragments to fp16 first.
+template <typename T>
+__device__ __forceinline__ void mma_m16n8(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __nv_fp8_e4m3>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    mma_m16n8k16<T>(d, a, b0, b1);
+  }
 }
 
 }  // namespace ddtree

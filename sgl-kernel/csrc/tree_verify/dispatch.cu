@@ -51,6 +51,12 @@ cudaError_t launch(const TreeVerifyParams& p, bool mla, const Launch& launch) {
   });
 }
 
+int compute_capability_major() {
+  int device = 0, major = 0;
+  if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return major;
+}
+
 bool is_mla(const TreeVerifyParams& p) { return p.d_qk == kMlaQkDim && p.d_v == kMlaVDim; }
 
 }  // namespace
@@ -60,14 +66,17 @@ bool exact_fp8() {
   return wanted != nullptr && std::strcmp(wanted, "exact") == 0;
 }
 
+bool common_multiplies_fp8() { return !exact_fp8() && compute_capability_major() != 10; }
+
 cudaError_t plan_num_splits(const TreeVerifyParams& p, int* num_splits) {
   int device = 0, multiprocessors = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   KernelShape fewest{};
   for (const DType kv_dtype : {DType::kBFloat16, DType::kFloat8E4M3}) {  // one plan serves both
-    // Of sm_90's own kernels, fp8 has fewer blocks only at head size 192. 16-bit KV should not pay for that.
-    if (use_sm90() && kv_dtype == DType::kFloat8E4M3) continue;
+    // Of sm_90's own kernels, fp8 has fewer blocks only at head size 192, and the common ones only run in tests there.
+    // 16-bit KV should not pay for that.
+    if (compute_capability_major() == 9 && kv_dtype == DType::kFloat8E4M3) continue;
     KernelShape shape{};
     TreeVerifyParams typed = p;
     typed.q_dtype = DType::kBFloat16, typed.kv_dtype = kv_dtype;

@@ -64,14 +64,17 @@ struct RowWriter {
   template <int kCount, int kSize>
   __device__ __forceinline__ void store_even_odd(int d, const float (&acc)[kSize], int first) const {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const float a = acc[8 * j + first] * scale, b = acc[8 * j + 4 + first] * scale;
-      const float c = acc[8 * j + first + 1] * scale, e = acc[8 * j + 4 + first + 1] * scale;
-      if (out) {
-        *reinterpret_cast<uint2*>(out + d + 16 * j) = make_uint2(pack2<T>(a, b), pack2<T>(c, e));
-      } else if (partial) {
-        *reinterpret_cast<float4*>(partial + d + 16 * j) = make_float4(a, b, c, e);
-      }
+    for (int j = 0; j < kCount; ++j)
+      store4(d + 16 * j, make_float4(acc[8 * j + first], acc[8 * j + 4 + first], acc[8 * j + first + 1],
+                                     acc[8 * j + 4 + first + 1]));
+  }
+
+  __device__ __forceinline__ void store4(int d, float4 v) const {
+    v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
+    if (out) {
+      *reinterpret_cast<uint2*>(out + d) = make_uint2(pack2<T>(v.x, v.y), pack2<T>(v.z, v.w));
+    } else if (partial) {
+      *reinterpret_cast<float4*>(partial + d) = v;
     }
   }
 

@@ -3,7 +3,8 @@
 // Grid: x = KV head * M tiles + M tile, y = work item (see tile_scheduler.cuh). Packed row m = node * heads + head for
 // the `heads` query heads that share the KV head, so each KV head and M tile reads the KV once.
 // Main loop (over tiles j): Q stays in registers. K and V tiles of kTileN tokens pass through a ring of kStages stages,
-// which cp.async fills by gathering slots. The threads that copied an fp8 stage convert it to a single 16-bit tile.
+// which cp.async fills by gathering slots. fp8 KV is multiplied as it is stored (fp8_operands.cuh), or the threads that
+// copied a stage convert it to a single 16-bit tile.
 // Synchronization: cp.async.wait_group makes a thread's own copies visible to it, and the barrier that follows makes
 // them visible to the block. The same barrier shows that every warp has finished the previous tile. The stage that is
 // refilled right after it, and the converted tile, are therefore free.
@@ -15,6 +16,7 @@
 #include "common/pdl.cuh"
 #include "common/softmax.cuh"
 #include "tree_verify/epilogue.cuh"
+#include "tree_verify/fp8_operands.cuh"
 #include "tree_verify/traits.h"
 #include "tree_verify/tree_mask.cuh"
 
@@ -27,9 +29,10 @@ __device__ __forceinline__ void gqa_load_tile(const char* k, const char* v, uint
                                               uint32_t stage, int slot) {
   constexpr int kChunks = Traits::kD * (Traits::kFp8 ? 1 : 2) / 16;  // 16-byte chunks per token
   constexpr int kItems = Traits::kTokensPerWarp * kChunks;
-  constexpr int kPitch = Traits::kFp8 ? Traits::kD : Traits::kPitch;
+  constexpr int kPitch = Traits::kStagePitch;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  constexpr int kUnroll = kItems > 8 * 32 || Traits::kD == 256 ? 4 : 8;  // more would exceed the registers
+  // More would exceed the registers.
+  constexpr int kUnroll = Traits::kMmaFp8 && Traits::kD == 192 ? 2 : kItems > 8 * 32 || Traits::kD == 256 ? 4 : 8;
 #pragma unroll kUnroll
   for (int i = 0; i < (kItems + 31) / 32; ++i) {
     const int at = i * 32 + lane, token = at / kChunks, chunk = at % kChunks;
@@ -120,7 +123,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
            (kv_head * heads + m % heads) * p.q_stride_h;
   };
   const int m_end = request.num_nodes * heads;
-  uint32_t q_frag[kFragsM][Traits::kQShared ? 1 : kD / 16][4];
+  uint32_t q_frag[kFragsM][Traits::kQShared ? 1 : Traits::kSteps][4];
   float q_unscale[kFragsM][2];  // kScaleQ: factor that undoes the scaling of a row's q.k
   if constexpr (Traits::kQShared) {
     constexpr int kChunks = kD / 8;
@@ -139,6 +142,19 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         if (chunk == 0) pipeline.q_unscale[m] = 1.f / scale;
       }
       *reinterpret_cast<uint4*>(pipeline.q + m * kPitch + chunk * 16) = value;
+    }
+  } else if constexpr (Traits::kMmaFp8) {
+#pragma unroll
+    for (int f = 0; f < kFragsM; ++f) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int m = warp_row0 + f * 16 + half * 8 + lane / 4;
+        QuarterRow<T, Traits::kSteps> row;
+        row.load(q_row(m < m_end ? m : 0), m < m_end);
+        const float scale = e4m3_scale(quad_max(row.abs_max()));
+        row.round(scale, q_frag[f], half);
+        q_unscale[f][half] = reciprocal_of_power(scale);
+      }
     }
   } else {
 #pragma unroll
@@ -183,15 +199,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
   // ldmatrix addresses of this lane. Rows of K are the n of B. V is transposed: its rows are the k of B.
   const uint32_t k_lane = (warp_n * Traits::kWarpTokens + (lane & 7) + (lane >> 4) * 8) * kPitch + (lane >> 3 & 1) * 16;
-  const uint32_t v_lane =
-      (kTileN + warp_n * Traits::kWarpTokens + (lane & 7) + (lane >> 3 & 1) * 8) * kPitch + (lane >> 4) * 16;
-  // A warp without rows only loads. At head size 256 in 16 bits, sm_120 has no register left for this flag.
-  const bool idle = (kD < 256 || Traits::kFp8) && warp_row0 >= m_end;
+  const int v_row = kTileN + warp_n * Traits::kWarpTokens;
+  const uint32_t v_lane = Traits::kMmaFp8 ? (v_row + lane) * kPitch
+                                          : (v_row + (lane & 7) + (lane >> 3 & 1) * 8) * kPitch + (lane >> 4) * 16;
+  // A warp without rows only loads. Large heads leave no register for this flag: size 256 in 16 bits on sm_120, and
+  // sizes 192 and 256 in fp8 on sm_90.
+  const bool idle = (Traits::kMmaFp8 ? kD < 192 : kD < 256 || Traits::kFp8) && warp_row0 >= m_end;
 
   for (int j = 0; j < tiles; ++j) {
     cp_async_wait<kStages - 2>();
     __syncthreads();
-    if constexpr (Traits::kFp8) {
+    if constexpr (Traits::kConverts) {
       gqa_convert_tile<Traits>(pipeline.stages + j % kStages * Traits::kStageBytes, pipeline.tile);
       __syncthreads();
     }
@@ -206,18 +224,22 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     if (j + kStages - 1 < tiles) load_tile((j + kStages - 1) % kStages, next_slot);
     cp_async_commit();
     next_slot = load_slot(j + kStages);
+    const int token0 = work.begin + j * kTileN + warp_n * Traits::kWarpTokens;
     if (idle) continue;
+    if constexpr (kTileN > kChunkGranule) {  // a chunk that is not the request's last may end within a tile
+      static_assert(kChunkGranule % Traits::kWarpTokens == 0);  // but not within a warp's tokens
+      if (token0 >= work.end) continue;
+    }
 
     // One row per lane. Computed before S is live, because the mask needs registers too.
-    const int token0 = work.begin + j * kTileN + warp_n * Traits::kWarpTokens;
     const bool masked = needs_mask(request, p.sliding_window, token0, Traits::kWarpTokens);
     const uint32_t row_mask = masked ? tree_mask(p, request, (warp_row0 + lane) / heads, token0) : 0;
 
     const uint32_t tile =
-        Traits::kFp8 ? smem_base + offsetof(Pipeline, tile) : stages + j % kStages * Traits::kStageBytes;
+        Traits::kConverts ? smem_base + offsetof(Pipeline, tile) : stages + j % kStages * Traits::kStageBytes;
     float s[kFragsM][kFragsN][4] = {};
 #pragma unroll
-    for (int k = 0; k < kD / 16; ++k) {
+    for (int k = 0; k < Traits::kSteps; ++k) {
       if constexpr (Traits::kQShared) {
 #pragma unroll
         for (int f = 0; f < kFragsM; ++f) ldmatrix_x4(q_frag[f][0], q_lane + f * 16 * kPitch + k * 32);
@@ -229,8 +251,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         ldmatrix_x4(b, tile + k_lane + n * 16 * kPitch + k * 32);
 #pragma unroll
         for (int f = 0; f < kFragsM; ++f) {
-          mma_m16n8k16<Mma>(s[f][2 * n], q_frag[f][at], b[0], b[1]);
-          mma_m16n8k16<Mma>(s[f][2 * n + 1], q_frag[f][at], b[2], b[3]);
+          mma_m16n8<Mma>(s[f][2 * n], q_frag[f][at], b[0], b[1]);
+          mma_m16n8<Mma>(s[f][2 * n + 1], q_frag[f][at], b[2], b[3]);
         }
       }
     }
@@ -271,7 +293,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         float top = neg_inf();
 #pragma unroll
         for (int n = 0; n < kFragsN; ++n) top = fmaxf(top, fmaxf(s[f][n][half * 2], s[f][n][half * 2 + 1]));
-        shrink[half] = raise_max(row_max[f][half], quad_max(top) * factor);
+        shrink[half] = Traits::kMmaFp8 ? raise_max_e4m3(row_max[f][half], quad_max(top) * factor)
+                                       : raise_max(row_max[f][half], quad_max(top) * factor);
         const float base = exponent_base(row_max[f][half]);
         float sum = 0.f;
 #pragma unroll
@@ -294,29 +317,51 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       }
     }
 
-#pragma unroll
-    for (int k = 0; k < Traits::kWarpTokens / 16; ++k) {
+    if constexpr (Traits::kMmaFp8) {
+      static_assert(kFragsN == 4);
+      constexpr int kBatch = kD == 192 ? 2 : 4;  // steps of 16 dimensions
       uint32_t prob[kFragsM][4];
 #pragma unroll
-      for (int f = 0; f < kFragsM; ++f) {
-        prob[f][0] = pack2<Mma>(s[f][2 * k][0], s[f][2 * k][1]);
-        prob[f][1] = pack2<Mma>(s[f][2 * k][2], s[f][2 * k][3]);
-        prob[f][2] = pack2<Mma>(s[f][2 * k + 1][0], s[f][2 * k + 1][1]);
-        prob[f][3] = pack2<Mma>(s[f][2 * k + 1][2], s[f][2 * k + 1][3]);
-      }
+      for (int f = 0; f < kFragsM; ++f) weights_e4m3(s[f], prob[f]);
 #pragma unroll
       for (int d = 0; d < kD / 16; ++d) {
         uint32_t b[4];
-        ldmatrix_x4_trans(b, tile + v_lane + k * 16 * kPitch + d * 32);
+        ldmatrix_x4_trans(b, tile + v_lane + d * 16);
+        const ValuesE4m3 v(b);
+#pragma unroll
+        for (int f = 0; f < kFragsM; ++f) v.add_product(o[f][2 * d], o[f][2 * d + 1], prob[f]);
+        // Otherwise ptxas starts so many products that it spills.
+        if (d % kBatch == kBatch - 1) __syncwarp();
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < Traits::kWarpTokens / 16; ++k) {
+        uint32_t prob[kFragsM][4];
 #pragma unroll
         for (int f = 0; f < kFragsM; ++f) {
-          mma_m16n8k16<Mma>(o[f][2 * d], prob[f], b[0], b[1]);
-          mma_m16n8k16<Mma>(o[f][2 * d + 1], prob[f], b[2], b[3]);
+          prob[f][0] = pack2<Mma>(s[f][2 * k][0], s[f][2 * k][1]);
+          prob[f][1] = pack2<Mma>(s[f][2 * k][2], s[f][2 * k][3]);
+          prob[f][2] = pack2<Mma>(s[f][2 * k + 1][0], s[f][2 * k + 1][1]);
+          prob[f][3] = pack2<Mma>(s[f][2 * k + 1][2], s[f][2 * k + 1][3]);
+        }
+#pragma unroll
+        for (int d = 0; d < kD / 16; ++d) {
+          uint32_t b[4];
+          ldmatrix_x4_trans(b, tile + v_lane + k * 16 * kPitch + d * 32);
+#pragma unroll
+          for (int f = 0; f < kFragsM; ++f) {
+            mma_m16n8k16<Mma>(o[f][2 * d], prob[f], b[0], b[1]);
+            mma_m16n8k16<Mma>(o[f][2 * d + 1], prob[f], b[2], b[3]);
+          }
         }
       }
     }
   }
 
+  int lane_id = lane;
+  if constexpr (Traits::kMmaFp8) {  // nothing computed from `lane` above stays in registers during the loop
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_id));
+  }
 #pragma unroll
   for (int f = 0; f < kFragsM; ++f) {
 #pragma unroll
@@ -328,10 +373,18 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     for (int f = 0; f < kFragsM; ++f) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int m = warp_row0 + f * 16 + half * 8 + lane / 4;
-        const RowWriter<T> writer(p, work, blockIdx.y, kv_head, m, row_max[f][half], row_sum[f][half], lane % 4 == 0);
+        const int m = warp_row0 + f * 16 + half * 8 + lane_id / 4;
+        const RowWriter<T> writer(p, work, blockIdx.y, kv_head, m, row_max[f][half], row_sum[f][half],
+                                  lane_id % 4 == 0);
+        if constexpr (Traits::kMmaFp8) {
 #pragma unroll
-        for (int d = 0; d < kD / 8; ++d) writer.store2(d * 8 + lane % 4 * 2, o[f][d][half * 2], o[f][d][half * 2 + 1]);
+          for (int d = 0; d < kD / 16; ++d)
+            writer.store4(d * 16 + lane_id % 4 * 4, even_odd(o[f][2 * d], o[f][2 * d + 1], half));
+        } else {
+#pragma unroll
+          for (int d = 0; d < kD / 8; ++d)
+            writer.store2(d * 8 + lane_id % 4 * 2, o[f][d][half * 2], o[f][d][half * 2 + 1]);
+        }
       }
     }
   } else {
@@ -342,17 +395,24 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     __syncthreads();  // the pipeline is done: its memory holds `merge` from here on
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = half * 8 + lane / 4;
-      if (lane % 4 == 0)
+      const int row = half * 8 + lane_id / 4;
+      if (lane_id % 4 == 0)
         merge.maxima[warp_n * 16 + row] = row_max[0][half], merge.sums[warp_n * 16 + row] = row_sum[0][half];
+      float* const output = merge.outputs + (warp_n * 16 + row) * kD;
+      if constexpr (Traits::kMmaFp8) {
 #pragma unroll
-      for (int d = 0; d < kD / 8; ++d)
-        *reinterpret_cast<float2*>(merge.outputs + (warp_n * 16 + row) * kD + d * 8 + lane % 4 * 2) =
-            make_float2(o[0][d][half * 2], o[0][d][half * 2 + 1]);
+        for (int d = 0; d < kD / 16; ++d)
+          *reinterpret_cast<float4*>(output + d * 16 + lane_id % 4 * 4) = even_odd(o[0][2 * d], o[0][2 * d + 1], half);
+      } else {
+#pragma unroll
+        for (int d = 0; d < kD / 8; ++d)
+          *reinterpret_cast<float2*>(output + d * 8 + lane_id % 4 * 2) =
+              make_float2(o[0][d][half * 2], o[0][d][half * 2 + 1]);
+      }
     }
     __syncthreads();
     // One row per quad, as before: 8 rows per warp and pass.
-    for (int row = warp * 8 + lane / 4; row < 16; row += Traits::kWarps * 8) {
+    for (int row = warp * 8 + lane_id / 4; row < 16; row += Traits::kWarps * 8) {
       float top = neg_inf(), sum = 0.f, weight[kWarpsN];
 #pragma unroll
       for (int w = 0; w < kWarpsN; ++w) top = fmaxf(top, merge.maxima[w * 16 + row]);
@@ -361,9 +421,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         weight[w] = top == neg_inf() ? 0.f : fast_exp2(merge.maxima[w * 16 + row] - top);
         sum += weight[w] * merge.sums[w * 16 + row];
       }
-      const RowWriter<T> writer(p, work, blockIdx.y, kv_head, m0 + row, top, sum, lane % 4 == 0);
+      const RowWriter<T> writer(p, work, blockIdx.y, kv_head, m0 + row, top, sum, lane_id % 4 == 0);
 #pragma unroll 2
-      for (int d = lane % 4 * 2; d < kD; d += 8) {
+      for (int d = lane_id % 4 * 2; d < kD; d += 8) {
         float2 total = make_float2(0.f, 0.f);
 #pragma unroll
         for (int w = 0; w < kWarpsN; ++w) {

@@ -21,9 +21,13 @@ struct Launch {
   KernelShape* shape = nullptr;
 };
 
-// Whether sm_90's kernels for fp8 KV keep all bits of Q and P (SGLANG_DDTREE_FP8=exact; sm90/gqa_fp8_sm90.cuh). The
-// common kernels always do.
+// Whether kernels for fp8 KV keep all bits of Q and P (SGLANG_DDTREE_FP8=exact).
 bool exact_fp8();
+
+// Whether the common kernels multiply fp8 KV as it is stored, with Q and P rounded to fp8. Otherwise they convert it to
+// 16 bits, which is exact. sm_100 has no fp8 mma.sync, so every warp would convert all of its operands, and a block
+// with more than 16 rows would be slower. sm_90 has none either, but there the common kernels are for tests.
+bool common_multiplies_fp8();
 
 // In instantiations/: partial and combine.
 template <typename T, bool kFp8, int kD>

@@ -54,10 +54,21 @@ cudaError_t launch_combine(const TreeVerifyParams& p, const Launch& launch) {
   return cudaLaunchKernelEx(&config, combine_kernel<T, kD>, p);
 }
 
-template <typename T, bool kFp8, int kD, int kTileM>
+template <typename T, KvMath kMath, int kD, int kTileM>
 cudaError_t launch_gqa_tile(const TreeVerifyParams& p, const Launch& launch) {
-  using Traits = GqaTraits<T, kFp8, kD, kTileM>;
+  using Traits = GqaTraits<T, kMath, kD, kTileM>;
   return launch_partial<Traits>(gqa_partial_kernel<Traits>, p, launch);
+}
+
+template <typename T, KvMath kMath, int kD>
+cudaError_t launch_gqa_common(const TreeVerifyParams& p, const Launch& launch) {
+  switch (gqa_tile_m(packed_rows(p.num_nodes, p.h_q, p.h_kv), kD)) {
+    case 16: return launch_gqa_tile<T, kMath, kD, 16>(p, launch);
+    case 64: return launch_gqa_tile<T, kMath, kD, 64>(p, launch);
+    default:
+      if constexpr (kD <= 128) return launch_gqa_tile<T, kMath, kD, 128>(p, launch);
+      return cudaErrorInvalidValue;
+  }
 }
 
 template <typename T, bool kFp8, int kD>
@@ -65,13 +76,18 @@ cudaError_t launch_gqa_partial(const TreeVerifyParams& p, const Launch& launch) 
 #ifdef DDTREE_SM90
   if (use_sm90()) return launch_gqa_sm90<T, kFp8, kD>(p, launch);
 #endif
-  switch (gqa_tile_m(packed_rows(p.num_nodes, p.h_q, p.h_kv), kD)) {
-    case 16: return launch_gqa_tile<T, kFp8, kD, 16>(p, launch);
-    case 64: return launch_gqa_tile<T, kFp8, kD, 64>(p, launch);
-    default:
-      if constexpr (kD <= 128) return launch_gqa_tile<T, kFp8, kD, 128>(p, launch);
-      return cudaErrorInvalidValue;
+  if constexpr (kFp8) {
+    return common_multiplies_fp8() ? launch_gqa_common<T, KvMath::kFp8, kD>(p, launch)
+                                   : launch_gqa_common<T, KvMath::kConverted, kD>(p, launch);
+  } else {
+    return launch_gqa_common<T, KvMath::k16Bit, kD>(p, launch);
   }
+}
+
+template <typename T, KvMath kMath>
+cudaError_t launch_mla_common(const TreeVerifyParams& p, const Launch& launch) {
+  using Traits = MlaTraits<T, kMath>;
+  return launch_partial<Traits>(mla_partial_kernel<Traits>, p, launch);
 }
 
 template <typename T, bool kFp8>
@@ -79,8 +95,12 @@ cudaError_t launch_mla_partial(const TreeVerifyParams& p, const Launch& launch) 
 #ifdef DDTREE_SM90
   if (use_sm90()) return launch_mla_sm90<T, kFp8>(p, launch);
 #endif
-  using Traits = MlaTraits<T, kFp8>;
-  return launch_partial<Traits>(mla_partial_kernel<Traits>, p, launch);
+  if constexpr (kFp8) {
+    return common_multiplies_fp8() ? launch_mla_common<T, KvMath::kFp8>(p, launch)
+                                   : launch_mla_common<T, KvMath::kConverted>(p, launch);
+  } else {
+    return launch_mla_common<T, KvMath::k16Bit>(p, launch);
+  }
 }
 
 template <typename T, bool kFp8, int kD>

@@ -11,47 +11,59 @@
 #include "tree_verify/plan.h"
 #include "tree_verify/work_item.h"
 
-struct __half;  // from cuda_fp16.h, which a host without CUDA does not have
+struct __half;  // from cuda_fp16.h and cuda_fp8.h, which a host without CUDA does not have
+struct __nv_fp8_e4m3;
 
 namespace ddtree {
 
 constexpr int kRowPad = 16;  // bytes per row, so that the eight rows of one ldmatrix fall into distinct banks
 
-// The type that a kernel multiplies in. fp8 KV is converted to fp16, one instruction for two values. Each row of bf16 Q
-// is then scaled by a power of two, which is exact, to fit fp16's range.
-template <typename T, bool kFp8>
-using MmaType = std::conditional_t<kFp8, __half, T>;
+// What a common kernel does with KV: multiplies it as it is stored (16 bits or fp8), or converts fp8 to 16 bits first.
+enum class KvMath { k16Bit, kFp8, kConverted };
+
+// The type that the GQA kernel multiplies in. Converted fp8 KV is fp16, one instruction for two values. Each row of
+// bf16 Q is then scaled by a power of two, which is exact, to fit fp16's range.
+template <typename T, KvMath kMath>
+using MmaType =
+    std::conditional_t<kMath == KvMath::k16Bit, T, std::conditional_t<kMath == KvMath::kFp8, __nv_fp8_e4m3, __half>>;
 
 // For up to 16 packed rows, every warp takes 16 tokens of a tile, and the warps' results are merged at the end. For
-// more rows, every warp takes 16 or 32 rows and all tokens.
-template <typename T, bool kFp8_, int kD_, int kTileM_>
+// more rows, every warp takes 16 or 32 rows and all tokens. Products in fp8 contract 32 tokens at a time, so every warp
+// then takes 32 tokens.
+template <typename T, KvMath kMath, int kD_, int kTileM_>
 struct GqaTraits {
   using Element = T;
-  using Mma = MmaType<T, kFp8_>;
-  static constexpr bool kFp8 = kFp8_, kScaleQ = !std::is_same_v<Mma, T>;
+  using Mma = MmaType<T, kMath>;
+  static constexpr bool kFp8 = kMath != KvMath::k16Bit;  // as stored
+  static constexpr bool kConverts = kMath == KvMath::kConverted, kMmaFp8 = kMath == KvMath::kFp8;
+  static constexpr bool kScaleQ = !std::is_same_v<Mma, T>;
   static constexpr int kD = kD_, kTileM = kTileM_;
-  static constexpr int kWarpsM = kTileM == 16 ? 1 : 4;
+  static constexpr int kWarpsM = kTileM == 16 ? 1 : kTileM == 128 && kMmaFp8 ? 8 : 4;
   static constexpr int kWarpsN = kTileM > 16 ? 1 : (kD <= 128 ? 4 : 2);
   static constexpr int kWarps = kWarpsM * kWarpsN, kThreads = kWarps * 32;
-  static constexpr int kMinBlocks = kTileM == 128 || kD > 128 ? 2 : 3;  // per multiprocessor: limits the registers
+  // Per multiprocessor: limits the registers. Of fp8 products, sm_120 has no shared memory for three.
+  static constexpr int kMinBlocks = kWarps == 8 && kD > 64 ? 1 : kTileM == 128 || kD > 128 || kMmaFp8 ? 2 : 3;
   static constexpr int kFragsM = kTileM / kWarpsM / 16;
-  static constexpr int kWarpTokens = kTileM == 16 ? 16 : 32;  // tokens of a tile that a warp computes
+  static constexpr int kWarpTokens = kTileM == 16 && !kMmaFp8 ? 16 : 32;  // tokens of a tile that a warp computes
   static constexpr int kTileN = kWarpTokens * kWarpsN;
-  static constexpr int kTokensPerWarp = kTileN / kWarps;  // tokens of a tile that a warp loads
-  static constexpr int kPitch = kD * 2 + kRowPad;         // bytes of a token in a 16-bit tile
-  static constexpr int kTileBytes = 2 * kTileN * kPitch;  // K, V
-  static constexpr int kStageBytes = kFp8 ? 2 * kTileN * kD : kTileBytes;
-  // 128 rows of 128 dimensions leave no registers for Q, so it stays in shared memory.
-  static constexpr bool kQShared = kTileM == 128 && kD == 128;
+  static constexpr int kTokensPerWarp = kTileN / kWarps;       // tokens of a tile that a warp loads
+  static constexpr int kSteps = kD * (kMmaFp8 ? 1 : 2) / 32;   // of a row, 32 bytes each
+  static constexpr int kPitch = kSteps * 32 + kRowPad;         // bytes of a token in a tile to multiply by
+  static constexpr int kStagePitch = kConverts ? kD : kPitch;  // and in a stage
+  static constexpr int kTileBytes = 2 * kTileN * kPitch;       // K, V
+  static constexpr int kStageBytes = 2 * kTileN * kStagePitch;
+  // 128 rows of 128 dimensions leave no registers for Q in 16 bits, so it stays in shared memory.
+  static constexpr bool kQShared = kTileM == 128 && kD == 128 && !kMmaFp8;
 
   template <int kCount>
   struct PipelineOf {
     char q[kQShared ? kTileM * kPitch : 0];
     float q_unscale[kQShared ? kTileM : 0];
-    char tile[kFp8 ? kTileBytes : 0];  // an fp8 stage, converted to 16 bits
+    char tile[kConverts ? kTileBytes : 0];  // a stage, converted to 16 bits
     char stages[kCount * kStageBytes];
   };
-  static constexpr int kBudget = kTileM == 128 ? kMaxSharedMemory : 75 * 1024;  // 75 KiB: three blocks share sm_90
+  // 75 KiB: three blocks share sm_90. 48 KiB: two blocks share sm_120.
+  static constexpr int kBudget = kMmaFp8 ? 48 * 1024 : kTileM == 128 ? kMaxSharedMemory : 75 * 1024;
   static constexpr int kFit = (kBudget - int(sizeof(PipelineOf<0>))) / kStageBytes;
   static constexpr int kStages = kFit >= 4 ? 4 : kFit == 3 ? 3 : 2;
   using Pipeline = PipelineOf<kStages>;
@@ -147,24 +159,28 @@ struct GqaFp8Sm90Traits {
 
 // One latent tile serves as both K and V. There are eight warps. For S, warp w takes rows 16 (w % 4) and half w / 4 of
 // the 576 dimensions, with its Q in registers. For O, it takes all 64 rows and 64 of the 512 value dimensions.
-template <typename T, bool kFp8_>
+template <typename T, KvMath kMath>
 struct MlaTraits {
   using Element = T;
-  static constexpr bool kFp8 = kFp8_;
+  static constexpr bool kFp8 = kMath != KvMath::k16Bit;  // as stored
+  static constexpr bool kConverts = kMath == KvMath::kConverted, kMmaFp8 = kMath == KvMath::kFp8;
+  using Mma = std::conditional_t<kMmaFp8, __nv_fp8_e4m3, T>;
   static constexpr int kTileM = kMlaTileM, kTileN = 32, kWarps = 8, kThreads = 256;
-  static constexpr int kHalf = kMlaQkDim / 2;  // dimensions of S that a warp sums
-  static constexpr int kSteps = kHalf / 16;
-  static constexpr int kStepsShared =
-      kFp8 ? 4 : 1;                                 // steps whose Q is in shared memory, because the registers are full
+  static constexpr int kHalf = kMlaQkDim / 2;         // dimensions of S that a warp sums
+  static constexpr int kBytes = kMmaFp8 ? 1 : 2;      // of an operand's element
+  static constexpr int kSteps = kHalf * kBytes / 32;  // 32 bytes each
+  // Steps whose Q is in shared memory, because the registers are full.
+  static constexpr int kStepsShared = kConverts ? 4 : kMmaFp8 ? 0 : 1;
   static constexpr int kWarpV = kMlaVDim / kWarps;  // value dimensions that a warp owns
-  static constexpr int kPitch = kMlaQkDim * 2 + kRowPad;
+  static constexpr int kPitch = kMlaQkDim * kBytes + kRowPad;
   static constexpr int kTileBytes = kTileN * kPitch;
-  static constexpr int kStageBytes = kFp8 ? kTileN * kMlaQkDim : kTileBytes;
-  static constexpr int kStages = kFp8 ? 1 : 2;
-  static constexpr int kPitchP = kTileN * 2 + kRowPad;
+  static constexpr int kStagePitch = kConverts ? kMlaQkDim : kPitch;
+  static constexpr int kStageBytes = kTileN * kStagePitch;
+  static constexpr int kStages = kConverts ? 1 : kMmaFp8 ? 4 : 2;
+  static constexpr int kPitchP = kTileN * kBytes + kRowPad;
 
   struct Storage {
-    char tile[kFp8 ? kTileBytes : 0];  // the fp8 stage, converted to 16 bits
+    char tile[kConverts ? kTileBytes : 0];  // the fp8 stage, converted to 16 bits
     char stages[kStages * kStageBytes];
     union {
       float exchange[kWarps * 4 * 32 * 4];  // float4 [warp, fragment, lane]: each warp's half sums of S

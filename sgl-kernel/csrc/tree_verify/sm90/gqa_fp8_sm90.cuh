@@ -113,7 +113,7 @@ __device__ __forceinline__ void gqa_fp8_load_q(const TreeVerifyParams& p, const 
         top = fmaxf(top, fmaxf(fabsf(v.x), fabsf(v.y)));
       }
     }
-    const float scale = 128.f * range_scale(quad_max(top));
+    const float scale = e4m3_scale(quad_max(top));
     if (part == 0) q_unscale[m] = 1.f / scale;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -153,8 +153,7 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
   float factor[2];  // from q.k to a base-2 logit, or with a cap to the argument of tanh
 #pragma unroll
   for (int half = 0; half < 2; ++half) factor[half] = logit_scale.factor * q_unscale[warp * 16 + half * 8 + lane / 4];
-  // Probabilities are relative to 2^row_max, which is 2^8 below the row's largest.
-  constexpr float kHeadroom = 8.f;
+  // Probabilities are relative to 2^row_max, which is 2^kE4m3Headroom below the row's largest.
   float o[kD / 2], row_max[2] = {neg_inf(), neg_inf()}, row_sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < kD / 2; ++i) o[i] = 0.f;
@@ -243,7 +242,7 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
     if (!(kD == 256 ? shared_tokens(p, work) : unmasked).contains(token0, kTileN))  // kD 256: no registers left
       mask_scores<kTileN>(p, work, (warp_row0 + lane % 16) / heads, token0, s);
     const float scale[2] = {p.logit_cap > 0.f ? 1.f : factor[0], p.logit_cap > 0.f ? 1.f : factor[1]};
-    return online_softmax<kTileN>(s, scale, kHeadroom, 0.f, row_max, row_sum);
+    return online_softmax<kTileN>(s, scale, kE4m3Headroom, 0.f, row_max, row_sum);
   };
   auto pack = [&](const Scores& s) {
 #pragma unroll

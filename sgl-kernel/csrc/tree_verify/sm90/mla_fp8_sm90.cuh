@@ -183,7 +183,7 @@ __device__ __forceinline__ void mla_fp8_load_q(const TreeVerifyParams& p, const 
     }
     const float2 tops = unpack2<T>(top);
     const float largest = quad_max(fmaxf(tops.x, tops.y));
-    const float scale = 128.f * range_scale(fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 4)));
+    const float scale = e4m3_scale(fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 4)));
     if (part == 0) q_unscale[row] = 1.f / scale;
 #pragma unroll
     for (int d = 0; d < kEach; ++d) {
@@ -211,7 +211,6 @@ template <typename Traits, int kGroup>
 struct MlaFp8Consumer {
   using T = typename Traits::Element;
   static constexpr int kTileN = Traits::kTileN, kSteps = Traits::kSteps, kParts = Traits::kParts;
-  static constexpr float kHeadroom = 8.f;  // as in gqa_fp8_sm90.cuh
   using Prob = uint32_t[kParts][kSteps][4];
 
   const TreeVerifyParams& p;
@@ -283,7 +282,7 @@ struct MlaFp8Consumer {
     if (needs_mask(work.request, p.sliding_window, token0, kTileN))
       mask_scores<kTileN>(p, work, (block.m0() + thread / 32 * 16 + lane % 16) / p.h_q, token0, s);
     const float scale[2] = {p.logit_cap > 0.f ? 1.f : factor[0], p.logit_cap > 0.f ? 1.f : factor[1]};
-    const float2 shrink = online_softmax<kTileN>(s, scale, kHeadroom, 0.f, row_max, row_sum);
+    const float2 shrink = online_softmax<kTileN>(s, scale, kE4m3Headroom, 0.f, row_max, row_sum);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
