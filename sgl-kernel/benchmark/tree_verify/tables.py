@@ -7,7 +7,8 @@ import json
 import sys
 from collections.abc import Iterable
 
-PEERS = ("FA3 page 1", "FA3 page 128", "FlashMLA page 64")
+# Peers by page size, in tokens.
+PEERS = {1: ("FA3", "FlashInfer"), 64: ("FlashMLA",), 128: ("FA3",)}
 
 
 def kv(row: dict) -> str:
@@ -50,16 +51,18 @@ def limits(rows: list[dict]) -> None:
 
 def peers(rows: list[dict]) -> None:
     def line(row: dict) -> tuple[str, ...]:
-        found = {name: peer for name, peer in row["peers"].items() if "us" in peer and name in PEERS}
+        found = {name: peer for name, peer in row["peers"].items() if "us" in peer}
+        cells: list[str] = []
+        for page, names in PEERS.items():
+            measured = [found.get(f"{name} page {page}") for name in names]
+            ours = next((peer["ours_us"] for peer in measured if peer), None)
+            cells += [number(ours), *(number(peer["us"] if peer else None) for peer in measured)]
         fastest = min(found.values(), key=lambda peer: peer["us"], default=None)
-        cells = (
-            number(found[name][us] if name in found else None) for name in PEERS for us in ("us", "ours_us")
-        )
         ratio = fastest["ours_us"] / fastest["us"] if fastest else None
         return (row["name"], kv(row), *cells, number(ratio, ".2f"))
 
-    names = [column for name in PEERS for column in (name, "ours")]
-    print_table(["shape", "KV", *names, "ours / fastest"], map(line, rows))
+    columns = [column for page, names in PEERS.items() for column in (f"page {page}: ours", *names)]
+    print_table(["shape", "KV", *columns, "ours / fastest"], map(line, rows))
 
 
 def errors(rows: list[dict]) -> None:
