@@ -40,7 +40,7 @@ def limits(rows: list[dict]) -> None:
                 number(row["of_copy"], ".0%"),
                 number(row["tflop_s"], ".0f"),
                 number(row["of_mma"], ".0%"),
-                number(row["common_us"]),
+                number(None if kv(row) == "fp8" else row["common_us"]),
                 number(upstream.get(row["name"]), ".0f"),
                 number(upstream[row["name"]] / row["us"] if row["name"] in upstream else None, unit="x"),
             )
