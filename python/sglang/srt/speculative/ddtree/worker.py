@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sgl_kernel.ddtree import Accepted
+from sglang.srt import runtime_context
 from sglang.srt.layers.attention.ddtree_wrap import (
     difference_table,
     with_block_attention,
@@ -19,14 +20,6 @@ from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.models.dflash_speculators import SpeculatorsMixin
-from sglang.srt.runtime_context import (
-    get_exec,
-    get_observability,
-    get_parallel,
-    get_schedule,
-    get_serving,
-    get_spec,
-)
 from sglang.srt.speculative.ddtree.budget import Budget, StepCosts, widths_up_to
 from sglang.srt.speculative.ddtree.coverage import verify_layers, widest_window
 from sglang.srt.speculative.ddtree.expectation import Expectation
@@ -80,7 +73,7 @@ class DDTreeWorker(DFlashWorkerV2):
     def __init__(
         self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
     ) -> None:
-        spec = get_spec()
+        spec = runtime_context.get_spec()
         self.num_nodes = spec.speculative_num_draft_tokens
         self.num_candidates = spec.speculative_eagle_topk
         self.widths: tuple[int, ...] = (self.num_nodes,)
@@ -182,7 +175,7 @@ class DDTreeWorker(DFlashWorkerV2):
         super().init_attention_backends()
         self._refuse_or_describe_pools()
         self.expectation = None
-        if len(self.widths) > 1 or get_spec().speculative_ddtree_trace is not None:
+        if len(self.widths) > 1 or runtime_context.get_spec().speculative_ddtree_trace is not None:
             self.expectation = Expectation(
                 widths=self.widths,
                 max_requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
@@ -195,7 +188,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self.model_runner.attn_backend = with_tree_verify(
             self.model_runner.attn_backend,
             self.model_runner,
-            mode=get_spec().speculative_ddtree_verify,
+            mode=runtime_context.get_spec().speculative_ddtree_verify,
             num_nodes=self.num_nodes,
             recurrent=self.recurrent,
             graph_ancestors=self.builder.trees.ancestors,
@@ -228,8 +221,9 @@ class DDTreeWorker(DFlashWorkerV2):
         self.metrics = DDTreeMetrics(
             num_nodes=self.num_nodes,
             block_size=self.block_size,
-            labels={"model_name": get_serving().served_model_name},
-            enabled=get_observability().enable_metrics and get_parallel().tp_rank == 0,
+            labels={"model_name": runtime_context.get_serving().served_model_name},
+            enabled=runtime_context.get_observability().enable_metrics
+            and runtime_context.get_parallel().tp_rank == 0,
         )
         self.phases = PhaseTimer(not self._on_cpu)
         table = difference_table(self.model_runner.attn_backend)
@@ -264,8 +258,10 @@ class DDTreeWorker(DFlashWorkerV2):
             head=make_head(self.draft_model.config, parts),
             block_size=self.block_size,
             num_nodes=self.num_nodes,
-            keep_top1_path=get_spec().speculative_ddtree_top1_path == "keep",
-            max_bs=0 if self._on_cpu else max(get_exec().graph.cuda_graph_config.decode.bs or [0]),
+            keep_top1_path=runtime_context.get_spec().speculative_ddtree_top1_path == "keep",
+            max_bs=0
+            if self._on_cpu
+            else max(runtime_context.get_exec().graph.cuda_graph_config.decode.bs or [0]),
             device=self.device,
             expectation=self.expectation,
         )
@@ -277,16 +273,16 @@ class DDTreeWorker(DFlashWorkerV2):
         if self.expectation is None:
             return
         costs = self._step_costs() if len(self.widths) > 1 else None
-        path = get_spec().speculative_ddtree_trace
-        if path is not None and get_parallel().tp_rank == 0:
+        path = runtime_context.get_spec().speculative_ddtree_trace
+        if path is not None and runtime_context.get_parallel().tp_rank == 0:
             self.trace = Trace(path, self.block_size, self.expectation, costs)
         if costs is not None:
             # Under tensor parallelism each rank would find other times and choose other widths.
             self.control = WidthControl(
                 Budget(costs),
                 self.expectation,
-                refines_costs=get_parallel().tp_size == 1,
-                overlaps=not get_schedule().disable_overlap_schedule,
+                refines_costs=runtime_context.get_parallel().tp_size == 1,
+                overlaps=not runtime_context.get_schedule().disable_overlap_schedule,
                 trace=self.trace,
             )
 
