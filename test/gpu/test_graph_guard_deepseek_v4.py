@@ -13,8 +13,10 @@ from pathlib import Path
 
 from sglang.test.ci.ci_register import register_cuda_ci
 from support.deepseek_v4 import (
+    KEYS,
     REPRODUCIBLE,
     Answers,
+    IndexKeysCase,
     WriteToPage,
     add_to_weights_in_captures,
     drop_query_before_join,
@@ -28,13 +30,12 @@ register_cuda_ci(est_time=400, suite="gpu")
 
 SECONDS = int(os.environ.get("DEEPSEEK_V4_SECONDS", "400"))
 AT_ONCE = 8  # engines
-KEYS = ("auto", "bf16")
 # Tokens of each answer, by batch size. Every token after the first is one decode step of the batch.
 TOKENS = {1: 48, 2: 48, 5: 48, 8: 48}
 MANY_TOKENS = {1: 1201, 2: 401, 5: 401, 8: 601, 16: 801, 32: 1601}  # 5,000 steps
 
 
-class TestDeepSeekV4(unittest.TestCase):
+class TestDeepSeekV4(IndexKeysCase):
     @classmethod
     def setUpClass(cls):
         folder = cls.enterClassContext(tempfile.TemporaryDirectory())
@@ -80,67 +81,63 @@ class TestDeepSeekV4(unittest.TestCase):
     def report(self, keys, name):
         return json.loads(Path(self.races(keys, name)["debug_graph_races"]).read_text())
 
-    def of(self, keys, name):
-        result = self.results[keys, name]
-        if isinstance(result, RuntimeError):
-            self.fail(f"{keys}, {name}: {str(result)[-3000:]}")
-        return result
-
-    def each(self):
+    def test_graphs_answer_like_eager_runs(self):
         for keys in KEYS:
             with self.subTest(keys=keys):
-                yield keys
-
-    def test_graphs_answer_like_eager_runs(self):
-        for keys in self.each():
-            graph, eager = self.of(keys, "graph").outputs, self.of(keys, "eager").outputs
-            for batch, tokens in MANY_TOKENS.items():
-                self.assertEqual(
-                    [len(answer) for answer in graph[batch] + eager[batch]], [tokens] * 2 * batch
-                )
-                self.assertEqual(first_differences(graph[batch], eager[batch]), {}, f"batch of {batch}")
+                graph, eager = self.of(keys, "graph").outputs, self.of(keys, "eager").outputs
+                for batch, tokens in MANY_TOKENS.items():
+                    self.assertEqual(
+                        [len(answer) for answer in graph[batch] + eager[batch]], [tokens] * 2 * batch
+                    )
+                    self.assertEqual(first_differences(graph[batch], eager[batch]), {}, f"batch of {batch}")
 
     def test_graphs_with_the_default_selection_answer_like_eager_runs(self):
         """While the indexers select all tokens. After that, two eager runs with this selection differ, too."""
-        for keys in self.each():
-            graph, eager = self.of(keys, "default selection").outputs, self.of(keys, "eager").outputs
-            for batch, tokens in TOKENS.items():
-                differ = first_differences(graph[batch], eager[batch])
-                self.assertEqual([prompt for prompt in differ if selects_all(prompt, tokens)], [], differ)
+        for keys in KEYS:
+            with self.subTest(keys=keys):
+                graph, eager = self.of(keys, "default selection").outputs, self.of(keys, "eager").outputs
+                for batch, tokens in TOKENS.items():
+                    differ = first_differences(graph[batch], eager[batch])
+                    self.assertEqual([prompt for prompt in differ if selects_all(prompt, tokens)], [], differ)
 
     def test_answers_differ_from_each_other(self):
         """Otherwise the comparison above would say nothing."""
-        for keys in self.each():
-            for batch, rows in self.of(keys, "eager").outputs.items():
-                self.assertEqual(len({tuple(row) for row in rows}), batch)
+        for keys in KEYS:
+            with self.subTest(keys=keys):
+                for batch, rows in self.of(keys, "eager").outputs.items():
+                    self.assertEqual(len({tuple(row) for row in rows}), batch)
 
     def test_the_instruments_are_silent_with_the_guard(self):
-        for keys in self.each():
-            for name in ("graph", "default selection"):
-                self.assertEqual(self.of(keys, name).reports, [])
-                report = self.report(keys, name)
-                self.assertEqual(report["distinct"], [])
-                self.assertGreaterEqual(report["streams"], 3)
-            self.assertEqual(self.of(keys, "probe").reports, [])
+        for keys in KEYS:
+            with self.subTest(keys=keys):
+                for name in ("graph", "default selection"):
+                    self.assertEqual(self.of(keys, name).reports, [])
+                    report = self.report(keys, name)
+                    self.assertEqual(report["distinct"], [])
+                    self.assertGreaterEqual(report["streams"], 3)
+                self.assertEqual(self.of(keys, "probe").reports, [])
 
     def test_the_detector_reports_what_the_guard_repairs(self):
-        for keys in self.each():
-            self.of(keys, "unguarded")
-            report = self.report(keys, "unguarded")
-            self.assertGreater(report["races"], 0)
+        for keys in KEYS:
+            with self.subTest(keys=keys):
+                self.of(keys, "unguarded")
+                report = self.report(keys, "unguarded")
+                self.assertGreater(report["races"], 0)
 
     def test_the_probe_finds_a_planted_fault(self):
-        for keys in self.each():
-            first = self.of(keys, "probe, planted").reports[0]
-            self.assertRegex(
-                first, r"layers\.2\..*weights_proj: captured-wrong-from-right-inputs, rows \[0\]"
-            )
+        for keys in KEYS:
+            with self.subTest(keys=keys):
+                first = self.of(keys, "probe, planted").reports[0]
+                self.assertRegex(
+                    first, r"layers\.2\..*weights_proj: captured-wrong-from-right-inputs, rows \[0\]"
+                )
 
     def test_the_canary_finds_a_planted_fault(self):
-        for keys in self.each():
-            reports = self.of(keys, "canary, planted").reports
-            self.assertEqual(len(reports), 1, reports)
-            self.assertRegex(reports[0], f"page {WriteToPage.page} of C4 index-K layer 1 changed")
+        for keys in KEYS:
+            with self.subTest(keys=keys):
+                reports = self.of(keys, "canary, planted").reports
+                self.assertEqual(len(reports), 1, reports)
+                self.assertRegex(reports[0], f"page {WriteToPage.page} of C4 index-K layer 1 changed")
 
     def test_a_query_dropped_before_the_join(self):
         """The worked example of docs/graph_safety.md: memory is reused without the guard, and not with it."""

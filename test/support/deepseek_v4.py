@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import sys
+import unittest
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from support.processes import EngineProcess
 from support.tiny_models import MODELS, write_config
 
 INSTRUMENTS = "sglang.srt.model_executor.graph_guard"  # the logger that they report to
+KEYS = ("auto", "bf16")  # --dsv4-index-k-dtype
 VOCABULARY = MODELS["deepseek_v4"]["vocab_size"]
 LENGTHS = (2500, 130, 2600, 3, 2700, 700, 3000, 255)  # of the prompts, in tokens
 # Arguments of every engine.
@@ -297,3 +299,20 @@ def drop_query_before_join() -> None:
         return q, weights.unsqueeze(-1)
 
     C4IndexerBackendMixin._forward_prepare_multi_stream = prepare
+
+
+class IndexKeysCase(unittest.TestCase):
+    """Tests of engines that ran with each type of index keys.
+
+    Attributes:
+        results: by (keys, name of the engine): the result of its job, or the RuntimeError of an engine that failed.
+    """
+
+    results: dict[tuple[str, str], Any]
+
+    def of(self, keys: str, name: str) -> Any:
+        """Return the result of an engine. The test fails if the engine did."""
+        result = self.results[keys, name]
+        if isinstance(result, RuntimeError):
+            self.fail(f"{keys}, {name}: {str(result)[-3000:]}")
+        return result
