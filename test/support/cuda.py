@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from support.engine import Engine, Greedy
-from support.processes import EngineProcess, start_ranks
+from support.processes import EngineProcess, run_all, start_engine
 from support.prompts import patterned_prompts
 
 PROMPTS = patterned_prompts((1, 5, 35, 65, 95, 17, 300))
 TOKENS = 64
-SECONDS = 420  # for all children together, so that one that hangs does not cost the others' results
+# For all children together, so that one that hangs does not cost the others' results
+SECONDS = int(os.environ.get("SGLANG_TEST_ENGINE_SECONDS", "420"))
 # Arguments of every engine.
 CUDA = dict(
     device="cuda", dtype="bfloat16", attention_backend="triton", mem_fraction_static=0.8, max_total_tokens=16384,
@@ -111,8 +115,9 @@ def run_and_judge(
     plains: dict[str, dict[str, Any]],
     trees: dict[str, tuple[str, dict[str, Any], Callable[[Engine], Any]]],
     around_judge: dict[str, Callable[[Judge], Callable[[Engine], Any]]] | None = None,
+    at_once: int | None = None,
 ) -> dict[str, Any]:
-    """Run all engines at once. Each plain engine judges the answers of its tree engines.
+    """Run engines. Each plain engine judges the answers of its tree engines. How each one ends is printed at once.
 
     Args:
         folder: for the answers.
@@ -120,36 +125,41 @@ def run_and_judge(
         trees: by name: the plain engine that judges, the engine's arguments and its job, whose result starts
             with a Greedy.
         around_judge: for some plain engines, what makes its job from a Judge.
+        at_once: how many tree engines run together at most. None: all.
 
     Returns:
         By name: a job's result, a plain engine's gaps, or the RuntimeError of a child that failed. A tree engine with
-        `tp_size` has a result per rank; those of rank 1 are under "NAME, rank 1". The first rank's answers are judged.
+        `tp_size` has a list of results, by rank. The first rank's answers are judged.
     """
     wrap = around_judge or {}
-    children = {
-        f"{name}, rank {rank}" if rank else name: child
-        for name, (_, arguments, job) in trees.items()
-        for rank, child in enumerate(start_ranks(arguments, job))
-    }
+    start = time.monotonic()
     judges = {
         name: EngineProcess(arguments, wrap.get(name, lambda judge: judge)(Judge(folder / name)))
         for name, arguments in plains.items()
     }
-    deadline = time.monotonic() + SECONDS
-
-    def collect(child: EngineProcess) -> Any:
-        try:
-            return child.result(max(1.0, deadline - time.monotonic()))
-        except RuntimeError as error:
-            return error
-
-    results = {name: collect(child) for name, child in children.items()}
-    for judge in plains:
-        answers = {
-            name: results[name][0].outputs
-            for name, (judged_by, _, _) in trees.items()
-            if judged_by == judge and not isinstance(results[name], RuntimeError)
-        }
-        (folder / "answers").write_text(json.dumps(answers))
+    starts = {name: partial(start_engine, arguments, job) for name, (_, arguments, job) in trees.items()}
+    results: dict[str, Any] = {}
+    answers: dict[str, dict[str, list[list[int]]]] = {name: {} for name in plains}
+    for name, result in run_all(starts, at_once or len(starts), SECONDS):
+        results[name] = result
+        _report(name, start, result)
+        if not isinstance(result, RuntimeError):
+            judge, arguments, _ = trees[name]
+            first = result[0] if arguments.get("tp_size", 1) > 1 else result
+            answers[judge][name] = first[0].outputs
+    for judge, given in answers.items():
+        (folder / "answers").write_text(json.dumps(given))
         (folder / "answers").rename(folder / judge)  # the judge must not read half a file
-    return results | {name: collect(child) for name, child in judges.items()}
+    for name, process in judges.items():
+        try:
+            results[name] = process.result(max(1.0, start + SECONDS - time.monotonic()))
+        except RuntimeError as error:
+            results[name] = error
+        _report(name, start, results[name])
+    return results
+
+
+def _report(name: str, start: float, result: Any) -> None:
+    """Print how an engine has ended. A run that is cut off later has then shown what failed first."""
+    how = f"failed: {result}" if isinstance(result, RuntimeError) else "done"
+    print(f"{name}: {how} ({time.monotonic() - start:.0f} s)", file=sys.stderr, flush=True)

@@ -115,7 +115,9 @@ def write_models_for(case: type[unittest.TestCase], **options: int) -> tuple[Pat
     return folder, *write_models(folder, **options)
 
 
-def write_mla_target(folder: Path, *, seed: int = 3, nope: int = 64, value: int = 64) -> str:
+def write_mla_target(
+    folder: Path, *, seed: int = 3, nope: int = 64, value: int = 64, vocabulary: int = VOCABULARY
+) -> str:
     """Write a random DeepSeek-V2 with dense layers and MLA of the real latent size (512 + 64), in bfloat16.
 
     The drafter of write_models() fits this target.
@@ -125,6 +127,7 @@ def write_mla_target(folder: Path, *, seed: int = 3, nope: int = 64, value: int 
         seed: seed of the weights.
         nope: head size of K without its rotary part. The real model has 128.
         value: head size of V. The real model has 128.
+        vocabulary: number of tokens, as many as the drafter's.
 
     Returns:
         The target's folder.
@@ -136,7 +139,7 @@ def write_mla_target(folder: Path, *, seed: int = 3, nope: int = 64, value: int 
     config = dict(
         architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", hidden_size=hidden, intermediate_size=256,
         moe_intermediate_size=64, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
-        vocab_size=VOCABULARY, max_position_embeddings=2048, kv_lora_rank=latent, q_lora_rank=None,
+        vocab_size=vocabulary, max_position_embeddings=2048, kv_lora_rank=latent, q_lora_rank=None,
         qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value, first_k_dense_replace=layers,
         n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, topk_group=1, n_group=1, topk_method="greedy",
         rms_norm_eps=1e-6, rope_theta=10000.0, hidden_act="silu", tie_word_embeddings=False, bos_token_id=0,
@@ -145,7 +148,7 @@ def write_mla_target(folder: Path, *, seed: int = 3, nope: int = 64, value: int 
                           beta_slow=1, mscale=1.0, mscale_all_dim=1.0),
     )  # fmt: skip
     weights = {"model.norm.weight": torch.ones(hidden)}
-    sizes = {"model.embed_tokens": (VOCABULARY, hidden), "lm_head": (VOCABULARY, hidden)}
+    sizes = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden)}
     for i in range(layers):
         layer = f"model.layers.{i}"
         sizes |= {

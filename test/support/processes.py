@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import time
 import traceback
@@ -77,7 +79,7 @@ class EngineProcess:
         """Wait for the job's result.
 
         Args:
-            seconds: time to wait before the child is killed. None waits forever.
+            seconds: time to wait before kill(). None waits forever.
 
         Raises:
             RuntimeError: the child failed, died or was killed. The text is its traceback or its exit code.
@@ -85,7 +87,7 @@ class EngineProcess:
         try:
             in_time = self._pipe.poll(seconds)
             if not in_time:
-                self._process.kill()
+                self.kill()
             done, result = self._pipe.recv()
         except EOFError:
             self._process.join()
@@ -97,8 +99,19 @@ class EngineProcess:
             raise RuntimeError(result)
         return result
 
+    def kill(self) -> None:
+        """Kill the child. Before it dies it writes the stacks of its threads to stderr, so that a hang has a place."""
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, signal.SIGUSR1)
+            self._process.join(1.0)  # time to write
+        self._process.kill()
+        self._process.join(10.0)  # not forever: a driver may hold up its end
+
 
 def _run(pipe: Any, arguments: dict[str, Any], job: Job, args: tuple[Any, ...]) -> None:
+    # A file descriptor, because a test runner may have replaced sys.stderr by an object without one.
+    faulthandler.enable(2)
+    faulthandler.register(signal.SIGUSR1, 2)
     try:
         getattr(job, "before", lambda: None)()
         pipe.send((True, job(Engine(**arguments), *args)))
@@ -114,12 +127,12 @@ def run_engine(arguments: dict[str, Any], job: Job, *args: Any) -> Any:
 
 
 def run_all(
-    starts: dict[Name, Callable[[], EngineProcess]], at_once: int, seconds: float
+    starts: dict[Name, Callable[[], EngineProcess | EngineRanks]], at_once: int, seconds: float
 ) -> Iterator[tuple[Name, Any]]:
     """Run many engines, of which only some fit on the machine together.
 
     Args:
-        starts: by name, what starts an engine's process.
+        starts: by name, what starts an engine's processes.
         at_once: how many run together at most.
         seconds: time for all of them. Those that are not done by then are killed or not started.
 
@@ -127,7 +140,8 @@ def run_all(
         An iterator over names and results, as engines end. The result of an engine that failed is a RuntimeError.
     """
     until = time.monotonic() + seconds
-    waiting, running = dict(starts), {}
+    waiting = dict(starts)
+    running: dict[Name, EngineProcess | EngineRanks] = {}
     while waiting or running:
         in_time = time.monotonic() < until
         for name in list(waiting)[: at_once - len(running)]:
@@ -148,14 +162,67 @@ def run_all(
         time.sleep(0.1)
 
 
-def start_ranks(arguments: dict[str, Any], job: Job, *args: Any) -> list[EngineProcess]:
-    """Start a job on every rank of a tensor-parallel group (`tp_size`, by default 1)."""
-    arguments = {"nccl_port": unused_port()} | arguments
-    return [
-        EngineProcess(arguments | {"rank": rank}, job, *args) for rank in range(arguments.get("tp_size", 1))
-    ]
+class EngineRanks:
+    """The processes of one tensor-parallel engine, which run the same job.
+
+    When one of them fails, the others wait for it forever. So they are killed.
+
+    Args:
+        arguments: the arguments of Engine, with `tp_size`.
+        job: as for EngineProcess.
+        args: further arguments of the job.
+    """
+
+    def __init__(self, arguments: dict[str, Any], job: Job, *args: Any) -> None:
+        arguments = {"nccl_port": unused_port()} | arguments
+        self._ranks = [
+            EngineProcess(arguments | {"rank": rank}, job, *args) for rank in range(arguments["tp_size"])
+        ]
+        self._results: dict[int, Any] = {}
+        self._failure: str | None = None
+
+    def has_ended(self) -> bool:
+        """Whether result() would return or raise at once: all ranks are done, or one has failed."""
+        for rank, process in enumerate(self._ranks):
+            if self._failure is None and rank not in self._results and process.has_ended():
+                try:
+                    self._results[rank] = process.result()
+                except RuntimeError as error:
+                    self._failure = f"rank {rank} of {len(self._ranks)} failed: {error}"
+        return self._failure is not None or len(self._results) == len(self._ranks)
+
+    def result(self, seconds: float | None = None) -> list[Any]:
+        """Wait for the job's results.
+
+        Args:
+            seconds: time to wait before the ranks are killed. None waits forever.
+
+        Returns:
+            By rank.
+
+        Raises:
+            RuntimeError: a rank failed, died or was killed. The text is the traceback or the exit code of the first one.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
+        while not self.has_ended():
+            if until is not None and time.monotonic() >= until:
+                missing = [rank for rank in range(len(self._ranks)) if rank not in self._results]
+                self._failure = f"ranks {missing} of {len(self._ranks)} were killed after {seconds:.0f} s"
+            else:
+                time.sleep(0.1)
+        if self._failure is not None:
+            for process in self._ranks:
+                process.kill()
+            raise RuntimeError(self._failure)
+        return [self._results[rank] for rank in range(len(self._ranks))]
+
+
+def start_engine(arguments: dict[str, Any], job: Job, *args: Any) -> EngineProcess | EngineRanks:
+    """Start a job on an engine: in one process, or in `tp_size` of them."""
+    kind = EngineRanks if arguments.get("tp_size", 1) > 1 else EngineProcess
+    return kind(arguments, job, *args)
 
 
 def run_ranks(arguments: dict[str, Any], job: Job, *args: Any) -> list[Any]:
     """Run a job on every rank of a tensor-parallel group and return the results, by rank."""
-    return [child.result() for child in start_ranks(arguments, job, *args)]
+    return EngineRanks(arguments, job, *args).result()
