@@ -117,7 +117,7 @@ def run_and_judge(
     around_judge: dict[str, Callable[[Judge], Callable[[Engine], Any]]] | None = None,
     at_once: int | None = None,
 ) -> dict[str, Any]:
-    """Run engines. Each plain engine judges the answers of its tree engines. How each one ends is printed at once.
+    """Run engines. Each plain engine judges the answers of its tree engines.
 
     Args:
         folder: for the answers.
@@ -160,6 +160,6 @@ def run_and_judge(
 
 
 def _report(name: str, start: float, result: Any) -> None:
-    """Print how an engine has ended. A run that is cut off later has then shown what failed first."""
+    """Print how an engine has ended. With `pytest -s`, a run that is cut off later has shown what failed first."""
     how = f"failed: {result}" if isinstance(result, RuntimeError) else "done"
     print(f"{name}: {how} ({time.monotonic() - start:.0f} s)", file=sys.stderr, flush=True)
