@@ -24,6 +24,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -46,6 +47,7 @@ from benchmark.ddtree.shapes import BLOCK_SIZE, SHAPES, randomize, write_configs
 from benchmark.ddtree.stages import WAIT, Stages, read_trace, watch
 
 FOLDER = Path(__file__).parent
+AGAIN = " again"
 SKIPPED_STEPS = 8  # they compile what is compiled at the first use
 LATER_SKIPPED_STEPS = 3  # of the rounds after the first
 PROFILED_STEPS = 24
@@ -192,9 +194,28 @@ class Widths:
         """Whether the engine chooses widths."""
         return self._control is not None
 
-    def can_be(self, width: int) -> bool:
-        """Return whether the engine can run steps of this width by order."""
-        return self.are_chosen and width in self._budget.widths
+    def turns(self, ordered: list[str], seed: str) -> list[tuple[int | None, str]]:
+        """Return the turns of a row in random order: the budget's choices, and each of the ordered widths.
+
+        Args:
+            ordered: widths, or "all" for every one that the engine has. A width that is named again gets a second turn,
+                which shows by how much equal turns differ.
+            seed: of the order.
+
+        Returns:
+            The width of each turn, None if the budget chooses; and what its row's case says of it.
+        """
+        if not self.are_chosen:
+            return [(None, "")]
+        named = [width for name in ordered for width in (self._budget.widths if name == "all" else [int(name)])]
+        counts: Counter[int] = Counter()
+        turns: list[tuple[int | None, str]] = [(None, "")]
+        for width in named:
+            if width in self._budget.widths:
+                turns.append((width, f", graphs of auto:{width}" + AGAIN * counts[width]))
+                counts[width] += 1
+        random.Random(seed).shuffle(turns)
+        return turns
 
     def measure_alone(self, engine: Engine) -> None:
         """Measures the times of steps again, once. When the engines of a group start at once, they slow each other down.
@@ -356,9 +377,9 @@ class Measurement:
             with turn:
                 if i == 0:
                     self._warm_up(engine, widths, stand_in, of_row, options)
-                for width in (None, *filter(widths.can_be, options.also)):
+                for width, order in widths.turns(options.also, f"{name} {i}"):
                     widths.fix(width)
-                    named = case if width is None else f"{case.split(':')[0]}, graphs of auto:{width}"
+                    named = case.split(":")[0] + order if order else case
                     row = dict(case=named, batch=name, round=i)
                     try:
                         row |= cpus.measure(
@@ -376,7 +397,7 @@ class Measurement:
         """Fills the radix cache with the prompts of a row. A budget learns from the first batch."""
         widths.measure_alone(engine)
         if stand_in is not None:
-            stand_in.begin(batches[0].temperature, len(batches[0].prompts))
+            stand_in.begin(batches[0].temperature)
         settle = options.settle if widths.are_chosen else 0
         for batch, tokens in zip(batches, [settle] + [0] * len(batches)):
             decode(engine, batch, max(tokens, 2 * SKIPPED_STEPS))
@@ -394,11 +415,11 @@ class Measurement:
         """Return the fields of a row. Raises ValueError if the answers are too short."""
         widths.take()
         if stand_in is not None:
-            stand_in.begin(batches[0].temperature, len(batches[0].prompts))
+            stand_in.begin(batches[0].temperature)
         skipped = LATER_SKIPPED_STEPS if turn else SKIPPED_STEPS
         row = time_stages(engine, stages, batches, options.tokens, skipped) | widths.take()
         if stand_in is not None:
-            row |= dict(tokens_per_step=stand_in.tokens_per_step(), tpot_ms=[])
+            row |= dict(tokens_per_step=stand_in.tokens_per_step(row.get("widths")), tpot_ms=[])
         if not options.no_profile:
             row["profile"] = profile(engine, stages, batches[0])
         if options.rounds > 1:
@@ -423,7 +444,7 @@ class LastRound:
 
 
 def keep(rows: Any, result: dict[str, Any], output: Path, options: argparse.Namespace) -> None:
-    """Saves rows as they come, because a time limit may end the command, and prints a table after every round.
+    """Saves rows as they come, because a time limit may end the command.
 
     Args:
         rows: queue of rows. None ends it.
@@ -431,16 +452,12 @@ def keep(rows: Any, result: dict[str, Any], output: Path, options: argparse.Name
         output: file.
         options: the command's.
     """
-    cases = len(options.cases) + len(options.also) * sum("=auto" in case for case in options.cases)
-    of_round = cases * len(options.batches) * len(options.contexts) * len(options.temperatures)
     for row in iter(rows.get, None):
         result["results"].append(row)
         result["summary"] = summarize(result["results"])
         save(result, output)
         if options.rounds == 1:
             show(row["case"], row, options.kernels)
-        elif len(result["results"]) % of_round == 0:
-            show_all(result["results"], result["summary"])
 
 
 def show(case: str, row: dict[str, Any], kernels: int) -> None:
@@ -475,38 +492,76 @@ def tokens_per_second(row: dict[str, Any]) -> float:
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row per case and batch: medians over the rounds, each with its interval. The first of several is left out.
 
-    Ratios compare tokens per second round by round. `ratio_to_best` is to the fastest other case, auto left out;
-    `ratio_to_CASE` to plain decoding and DFLASH. `tpot_ms` has the median and the 99th percentile of all requests.
+    Ratios compare tokens per second round by round. `ratio_to_best` is to the fastest case without auto: that of the even
+    rounds in the odd ones, and the other way round. The fastest one of the same rounds would be the luckiest one as well.
+    `all_to_best` compares the sums of these rounds. `ratio_to_CASE` is to plain decoding, to DFLASH, and to an equal turn.
+    `tpot_ms` has the median and the 99th percentile of all requests.
     """
-    found = []
-    by_case = {}
     first = min(1, max(row["round"] for row in rows))
+    by_batch: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
     for row in rows:
         if row["round"] >= first:
-            by_case.setdefault((row["batch"], row["case"]), {})[row["round"]] = row
-    speed = {
-        key: statistics.median(map(tokens_per_second, of_case.values())) for key, of_case in by_case.items()
+            by_batch.setdefault(row["batch"], {}).setdefault(row["case"], {})[row["round"]] = row
+    return [
+        dict(case=case, batch=batch, rounds=len(by_case[case])) | _medians(by_case[case]) | _ratios(case, by_case)
+        for batch, by_case in by_batch.items()
+        for case in by_case
+    ]
+
+
+def _medians(of_case: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians of a case's rows, which are given by round."""
+    found: dict[str, Any] = {
+        field: statistics.median(row[field] for row in of_case.values())
+        for field in ("step_us", "host_busy_us", "tokens_per_step")
     }
-    for (batch, case), of_case in by_case.items():
-        line = dict(case=case, batch=batch, rounds=len(of_case))
-        for field in ("step_us", "host_busy_us", "tokens_per_step"):
-            line[field] = statistics.median(row[field] for row in of_case.values())
-        line["tokens_per_second"] = median_and_interval([tokens_per_second(row) for row in of_case.values()])
-        tpot_ms = sorted(value for row in of_case.values() for value in row.get("tpot_ms", ()))
-        if tpot_ms:
-            line["tpot_ms"] = statistics.median(tpot_ms), tpot_ms[math.ceil(0.99 * len(tpot_ms)) - 1]
-        others = {name: rate for (of, name), rate in speed.items() if of == batch and name != case}
-        fixed = {name: rate for name, rate in others.items() if "=auto" not in name}
-        compared = {f"ratio_to_{name}": name for name in others if name.split(":")[0] in ("none", "DFLASH")}
-        if fixed:
-            line["best"] = compared["ratio_to_best"] = max(fixed, key=fixed.__getitem__)
-        for name, other in sorted(compared.items()):
-            rows_of_other = by_case[batch, other]
-            if shared := of_case.keys() & rows_of_other.keys():
-                ratios = [tokens_per_second(of_case[i]) / tokens_per_second(rows_of_other[i]) for i in shared]
-                line[name] = median_and_interval(ratios)
-        found.append(line)
+    found["tokens_per_second"] = median_and_interval([tokens_per_second(row) for row in of_case.values()])
+    tpot_ms = sorted(value for row in of_case.values() for value in row.get("tpot_ms", ()))
+    if tpot_ms:
+        found["tpot_ms"] = statistics.median(tpot_ms), tpot_ms[math.ceil(0.99 * len(tpot_ms)) - 1]
     return found
+
+
+def _ratios(case: str, by_case: dict[str, dict[int, dict[str, Any]]]) -> dict[str, Any]:
+    """Return what summarize() says of a case compared to others."""
+    speeds = {
+        name: {i: tokens_per_second(row) for i, row in of_case.items()} for name, of_case in by_case.items()
+    }
+    own = speeds.pop(case)
+    compared = {
+        name: {i: name for i in own}
+        for name in sorted(speeds)
+        if name.split(":")[0] in ("none", "DFLASH") or name == case.removesuffix(AGAIN)
+    }
+    fixed = {name: of_case for name, of_case in speeds.items() if "=auto" not in name and AGAIN not in name}
+    found: dict[str, Any] = {}
+    if fixed:
+        best = {parity: _fastest(fixed, 1 - parity) for parity in (0, 1)}
+        found["best"] = sorted(set(best.values()))
+        compared["best"] = {i: best[i % 2] for i in own}
+    for label, others in compared.items():
+        pairs = [(row, by_case[others[i]][i]) for i, row in by_case[case].items() if i in by_case[others[i]]]
+        if pairs:
+            ratios = [tokens_per_second(row) / tokens_per_second(other) for row, other in pairs]
+            found[f"ratio_to_{label}"] = median_and_interval(ratios)
+        if pairs and label == "best":
+            found["all_to_best"] = _overall([row for row, _ in pairs]) / _overall([other for _, other in pairs])
+    return found
+
+
+def _fastest(speeds: dict[str, dict[int, float]], parity: int) -> str:
+    """Return the case with the highest median of the even or the odd rounds; of all rounds if it has none of these."""
+
+    def speed(name: str) -> float:
+        of_case = speeds[name]
+        return statistics.median([v for i, v in of_case.items() if i % 2 == parity] or of_case.values())
+
+    return max(speeds, key=speed)
+
+
+def _overall(rows: list[dict[str, Any]]) -> float:
+    """Return the tokens per microsecond and request of rows together, each of which counts for the same number of steps."""
+    return sum(row["tokens_per_step"] for row in rows) / sum(row["step_us"] for row in rows)
 
 
 def show_all(rows: list[dict[str, Any]], summary: list[dict[str, Any]]) -> None:
@@ -523,6 +578,8 @@ def show_all(rows: list[dict[str, Any]], summary: list[dict[str, Any]]) -> None:
             for field, value in row.items()
             if field.startswith("ratio_")
         ]
+        if "all_to_best" in row:
+            ratios.append(f"all_to_best {row['all_to_best']:.3f}")
         speed = "{:.0f} [{:.0f}, {:.0f}]".format(*row["tokens_per_second"])
         print(
             f"{row['case']:{width}} {row['step_us']:8.0f} {row['host_busy_us']:8.0f} {device_us:10.0f} "
@@ -617,8 +674,8 @@ def parse() -> argparse.Namespace:
         help="tokens per answer from which speculative_ddtree_budget=auto learns before the first round",
     )  # fmt: skip
     parser.add_argument(
-        "--also", type=int, nargs="+", default=[],
-        help="widths that an engine with speculative_ddtree_budget=auto also runs by order",
+        "--also", nargs="+", default=[],
+        help="widths, or all, that an engine with speculative_ddtree_budget=auto also runs by order",
     )  # fmt: skip
     parser.add_argument(
         "--acceptance", type=Path, nargs="+", help="for --shape: a trace of record_trace.py per temperature"

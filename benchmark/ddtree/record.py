@@ -38,6 +38,8 @@ def host_name() -> str:
 
 
 def save(result: dict, output: Path) -> None:
-    """Write a results file and create its folder if necessary."""
+    """Write a results file and create its folder if necessary. A command that is killed leaves a whole file."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1))
+    temporary = output.with_suffix(".tmp")
+    temporary.write_text(json.dumps(result, indent=1))
+    temporary.replace(output)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from sglang.srt.speculative.ddtree.calibration import Calibration
-from sglang.srt.speculative.ddtree.expectation import LATE
 from sglang.srt.speculative.ddtree.trace import read_trace
 from sglang.srt.speculative.ddtree.width_control import READ_TOTALS_EVERY
 
@@ -169,34 +168,33 @@ class StandIn:
         self._algorithm = engine.args.speculative_algorithm
         self._width = engine.args.speculative_num_draft_tokens
         control = getattr(engine.scheduler.draft_worker, "control", None)
-        self._chooses = control is not None
         widths = control.budget.widths if control is not None else (1, self._width or 1)
         self._traces = {temperature: Acceptance(trace, widths) for temperature, trace in traces.items()}
-        self.begin(min(traces), 0)
+        self.begin(min(traces))
         if control is not None:
             read = control._read
 
             def read_recorded(pending: Any) -> Any:
                 expected, emitted = self._trace.step(pending.load.bs, pending.width)
-                if pending.load.bs == self._requests:
-                    # The mean of all recorded steps varies less than this step's tokens.
-                    self._emitted.append(self._trace.tokens(pending.width))
                 return read(pending)._replace(
                     expected=expected, emitted=None if expected is None else emitted
                 )
 
             control._read = read_recorded
 
-    def begin(self, temperature: float, requests: int) -> None:
-        """Begin to measure steps of this many requests."""
-        self._trace, self._requests = self._traces[temperature], requests
-        self._emitted: list[float] = []
+    def begin(self, temperature: float) -> None:
+        """Take acceptance from the trace of this temperature."""
+        self._trace = self._traces[temperature]
 
-    def tokens_per_step(self) -> float:
-        """Return the tokens per step and request since begin()."""
-        if self._chooses:
-            emitted = self._emitted[LATE:]  # the first reports are of steps before begin()
-            return sum(emitted) / len(emitted)
+    def tokens_per_step(self, steps: dict[int, int] | None) -> float:
+        """Return the tokens per step and request.
+
+        Args:
+            steps: by width, of an engine that chooses widths. The mean of all recorded steps of a width varies less than
+                the tokens of these steps.
+        """
+        if steps is not None:
+            return sum(self._trace.tokens(width) * count for width, count in steps.items()) / sum(steps.values())
         if self._algorithm is None:
             return 1.0
         return (
