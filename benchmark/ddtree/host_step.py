@@ -207,7 +207,9 @@ class Widths:
         """
         if not self.are_chosen:
             return [(None, "")]
-        named = [width for name in ordered for width in (self._budget.widths if name == "all" else [int(name)])]
+        named = [
+            width for name in ordered for width in (self._budget.widths if name == "all" else [int(name)])
+        ]
         counts: Counter[int] = Counter()
         turns: list[tuple[int | None, str]] = [(None, "")]
         for width in named:
@@ -503,7 +505,9 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if row["round"] >= first:
             by_batch.setdefault(row["batch"], {}).setdefault(row["case"], {})[row["round"]] = row
     return [
-        dict(case=case, batch=batch, rounds=len(by_case[case])) | _medians(by_case[case]) | _ratios(case, by_case)
+        dict(case=case, batch=batch, rounds=len(by_case[case]))
+        | _medians(by_case[case])
+        | _ratios(case, by_case)
         for batch, by_case in by_batch.items()
         for case in by_case
     ]
@@ -545,7 +549,9 @@ def _ratios(case: str, by_case: dict[str, dict[int, dict[str, Any]]]) -> dict[st
             ratios = [tokens_per_second(row) / tokens_per_second(other) for row, other in pairs]
             found[f"ratio_to_{label}"] = median_and_interval(ratios)
         if pairs and label == "best":
-            found["all_to_best"] = _overall([row for row, _ in pairs]) / _overall([other for _, other in pairs])
+            found["all_to_best"] = _overall([row for row, _ in pairs]) / _overall(
+                [other for _, other in pairs]
+            )
     return found
 
 

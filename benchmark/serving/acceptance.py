@@ -194,7 +194,9 @@ class StandIn:
                 the tokens of these steps.
         """
         if steps is not None:
-            return sum(self._trace.tokens(width) * count for width, count in steps.items()) / sum(steps.values())
+            return sum(self._trace.tokens(width) * count for width, count in steps.items()) / sum(
+                steps.values()
+            )
         if self._algorithm is None:
             return 1.0
         return (

@@ -1,5 +1,6 @@
 """The budget on a simulated card: what it converges to, and how fast."""
 
+import math
 import random
 import unittest
 
@@ -41,11 +42,16 @@ class Simulation:
         kept: accepted nodes over those that the drafter's probabilities expect.
         noise: spread of times and accept lengths.
         card: (bs, width) -> milliseconds of the device.
-        host: milliseconds of the host, of a step with a draft.
+        host: milliseconds of the host, of a step with a draft that calls the sampler once.
+        nodes_per_call: nodes that one call of the sampler takes; 0: any number.
+        call: what each further call adds to the host's time, as a part of it.
     """
 
-    def __init__(self, table=TABLE, *, kept=1.0, noise=0.03, sampled=False, probes=True, card=card, host=0.0):
-        self.card, self.host = card, host
+    def __init__(
+        self, table=TABLE, *, kept=1.0, noise=0.03, sampled=False, probes=True, card=card, host=0.0, nodes_per_call=0,
+        call=0.15,
+    ):  # fmt: skip
+        self.card, self.host, self.nodes_per_call, self.call = card, host, nodes_per_call, call
         self.costs = StepCosts(WIDTHS, BATCHES, table and dict(table))
         self.budget = Budget(self.costs, probes=probes)
         self.kept, self.noise, self.sampled = kept, noise, sampled
@@ -61,13 +67,17 @@ class Simulation:
         return 1.0 + self.kept * (self.drafted(width) - 1.0)
 
     def seconds(self, bs, width):
-        return max(self.of_device(bs, width), self.of_host(width))
+        return max(self.of_device(bs, width), self.of_host(bs, width))
 
     def of_device(self, bs, width):
         return 1e-3 * self.card(bs, width) * (self.slower if width > 1 else 1.0)
 
-    def of_host(self, width):
-        return 1e-3 * self.host * (1.0 if width > 1 else 0.75)
+    def of_host(self, bs, width):
+        calls = math.ceil(bs * width / self.nodes_per_call) if self.nodes_per_call else 1
+        return 1e-3 * self.host * (1.0 + self.call * (calls - 1) if width > 1 else 0.75)
+
+    def load(self, bs, context=2000):
+        return Load(bs, bs * context, self.sampled, self.nodes_per_call)
 
     def rate(self, bs, width):
         return bs * self.emitted(width) / self.seconds(bs, width)
@@ -84,7 +94,7 @@ class Simulation:
                 if step is not None:
                     self.budget.observe(step)
                     self.log.append(step)
-            load = Load(bs, bs * context, self.sampled)
+            load = self.load(bs, context)
             width = self.budget.choose(load)
             self.log.append((load, width))
             widths.append(width)
@@ -96,7 +106,7 @@ class Simulation:
                 nodes = self.emitted(width) - 1.0
                 shape = bs * (nodes / 0.8) ** 2
                 emitted = 1.0 + nodes * self.random.gammavariate(shape, 1.0 / shape)
-            device, host = noisy(self.of_device(bs, width)), noisy(self.of_host(width))
+            device, host = noisy(self.of_device(bs, width)), noisy(self.of_host(bs, width))
             step = Step(load, width, max(device, host), expected, emitted, host > device)
             self.pending.append(step if self.is_reported(bs, width) else None)
         return widths
@@ -158,7 +168,7 @@ class TestBudget(CustomTestCase):
 
     def present(self, server, bs):
         """The choice without probes."""
-        load = Load(bs, bs * 2000, server.sampled)
+        load = server.load(bs)
         return max(WIDTHS, key=lambda width: server.budget.rate(load, width))
 
     def test_without_times_it_finds_them_within_200_steps(self):
@@ -255,6 +265,18 @@ class TestBudget(CustomTestCase):
                         server.host = host
                         self.assertGreater(server.efficiency(bs, server.run(bs, 300)), 0.92, "at the change")
                         self.assertGreater(server.efficiency(bs, server.run(bs, 300)), 0.97)
+
+    def test_each_call_of_the_sampler_costs_the_host_time(self):
+        for bs in (8, 16, 32):
+            for call in (0.08, 0.15, 0.25):
+                for kept in (0.5, 1.0):
+                    server = Simulation(SMALL_TABLE, card=small_card, host=2.0, sampled=True, kept=kept, nodes_per_call=100,
+                                        call=call)  # fmt: skip
+                    for host in (2.0, 2.8, 1.8):
+                        with self.subTest(bs=bs, call=call, kept=kept, host=host):
+                            server.host = host
+                            server.run(bs, 300)
+                            self.assertGreater(server.efficiency(bs, server.run(bs, 300)), 0.93)
 
     def test_a_slow_host_is_no_reason_to_draft_nothing(self):
         """Without a draft the host has less to do, and what is known of that gets old."""

@@ -107,12 +107,12 @@ class TestWidthControl(CustomTestCase):
     def test_the_context_is_that_of_a_few_steps_ago_at_most(self):
         control = self.control()
         for step in range(20):
-            load = control.load(torch.tensor([100 + step, 100 + step]), True)
-            self.assertEqual((load.bs, load.sampled), (2, True))
+            load = control.load(torch.tensor([100 + step, 100 + step]), 300)
+            self.assertEqual((load.bs, load.sampled, load.nodes_per_call), (2, True, 300))
             self.assertLess(abs(load.context - 2 * (100 + step)), 2 * REPORT_EVERY)
             control.choose(load)
             control.finish()
-        self.assertEqual(control.load(torch.tensor([7]), False), Load(1, 7, False))
+        self.assertEqual(control.load(torch.tensor([7]), None), Load(1, 7, False))
 
     def test_a_step_without_a_draft_reports_its_time_alone(self):
         control = self.control()

@@ -37,6 +37,8 @@ FEW_UNSEEN = 20  # such reports, as if there were so many, when a batch size com
 # Weights of a new time of the host. Much can make a step late, such as requests that end, and nothing makes it early.
 RATE_IF_FASTER, RATE_IF_SLOWER = 0.3, 0.1
 PLAIN_HOST = 0.6  # the least part of the host's work that a step without a draft has
+# What each call of the sampler after the first one adds to the host's work, as a part of it: usually, and at most.
+CALL_HOST, MOST_CALL_HOST = 0.15, 0.3
 # A probe is a step of another width than the present one, to learn what that costs.
 FIRST_WAIT, LAST_WAIT = 8, 1024  # steps before the first probe of a width; each later wait is twice as long
 FIRST_WAIT_IF_MEASURED = 40  # the first wait while the measured times hold
@@ -66,11 +68,19 @@ class Load(NamedTuple):
         bs: requests.
         context: tokens before the step, of all requests together.
         sampled: whether a request is not greedy. The sampler's time grows with the width.
+        nodes_per_call: nodes that one call of the sampler takes; 0: any number.
     """
 
     bs: int
     context: int
     sampled: bool
+    nodes_per_call: int = 0
+
+    def calls(self, width: int) -> int:
+        """Return how many times a step of this width calls the sampler. 0: it has no draft."""
+        if width == 1:
+            return 0
+        return -(-self.bs * width // self.nodes_per_call) if self.nodes_per_call else 1
 
 
 class Step(NamedTuple):
@@ -138,8 +148,8 @@ class StepCosts:
     """Seconds per step.
 
     Host and device work at the same time, so a step takes as long as the slower one needs. The host needs as long for
-    one width as for another; only a step without a draft has less to do. So what a step shows of the host holds for all
-    widths of its kind.
+    one width as for another, with two exceptions: a step without a draft has less to do, and one that calls the sampler
+    several times has more to do. So what a step shows of the host holds for all widths of its kind.
 
     Args:
         widths: N of every verify graph, ascending.
@@ -164,17 +174,17 @@ class StepCosts:
         }
         # (kind, width) -> how much longer the device takes than the table says
         self._ratios: dict[tuple[Any, int], _Mean] = {}
-        # (kind, whether the step has a draft) -> the host's seconds, and reports since the host last bound a step
-        self._hosts: dict[tuple[Any, bool], float] = {}
-        self._unseen: dict[tuple[Any, bool], int] = {}
-        self._latest_host: tuple[Any, bool] | None = None
+        # kind -> calls of the sampler -> the host's seconds
+        self._hosts: dict[Any, dict[int, float]] = {}
+        self._unseen: dict[Any, int] = {}  # by kind: reports since the host last bound a step
+        self._latest_host: Any = None  # the latest kind whose host's seconds were seen
         self._latest_kind: Any = None
         self._timed: set[tuple[Any, int]] = set()
 
-    def kind(self, load: Load) -> tuple[int, bool]:
+    def kind(self, load: Load) -> tuple[int, bool, int]:
         """Return the kind of a load. Steps of one kind run the same graphs and the same sampler, and share their times."""
         at = bisect.bisect_left(self.batch_sizes, load.bs)
-        return self.batch_sizes[min(at, len(self.batch_sizes) - 1)], load.sampled
+        return self.batch_sizes[min(at, len(self.batch_sizes) - 1)], load.sampled, load.nodes_per_call
 
     def seconds(self, load: Load, width: int) -> float:
         """Return the expected time of a step."""
@@ -183,14 +193,14 @@ class StepCosts:
     def seconds_by_width(self, load: Load) -> list[float]:
         """Return the expected times of steps of all widths."""
         kind, of_others = self.kind(load), 0.0
-        hosts = self._host(kind, False), self._host(kind, True)
         found = []
         for width in self.widths:
             if (kind, width) in self._ratios:
                 ratio = self._ratios[kind, width].value
             else:
                 ratio = of_others = of_others or self._ratio_of_others(kind)
-            found.append(max(self._from_table(load, kind[0], width) * ratio, hosts[width > 1]))
+            host = self._host(kind, load.calls(width))
+            found.append(max(self._from_table(load, kind[0], width) * ratio, host))
         return found
 
     def _from_table(self, load: Load, bs: int, width: int) -> float:
@@ -198,18 +208,23 @@ class StepCosts:
         # Above the largest graph, time grows in proportion to the batch.
         return max(1.0, load.bs / bs) * fixed + load.context * per_token
 
-    def _ratio_of_others(self, kind: tuple[int, bool]) -> float:
+    def _ratio_of_others(self, kind: tuple[int, bool, int]) -> float:
         """Return the ratio of a width without times: that of its kind, or of all kinds. They share the device."""
         of_kind = [mean.value for (other, _), mean in self._ratios.items() if other == kind]
         known = of_kind or [mean.value for mean in self._ratios.values()]
         return sum(known) / len(known) if known else 1.0
 
-    def _host(self, kind: tuple[int, bool], has_draft: bool) -> float:
+    def _host(self, kind: tuple[int, bool, int], calls: int) -> float:
         """Return the host's seconds. If they were never seen, those of the steps that are most like it; at first 0."""
-        for key in ((kind, has_draft), (kind, not has_draft), self._latest_host):
-            if key in self._hosts:
-                return self._hosts[key] * max(LEAST_DECAY, HOST_DECAY ** self._unseen.get(key, 0))
-        return 0.0
+        if kind not in self._hosts:
+            kind = self._latest_host
+        of_kind = self._hosts.get(kind)
+        if not of_kind:
+            return 0.0
+        nearest = min(of_kind, key=lambda seen: abs(seen - calls))
+        work, seen = (1.0 + CALL_HOST * (max(each, 1) - 1) for each in (calls, nearest))
+        decay = max(LEAST_DECAY, HOST_DECAY ** self._unseen.get(kind, 0))
+        return of_kind[nearest] * work / seen * decay
 
     def timed(self, load: Load, width: int) -> bool:
         """Return whether a step of this kind and width was timed."""
@@ -233,35 +248,35 @@ class StepCosts:
         table = self._from_table(load, kind[0], width)
         mean = self._ratios.get((kind, width))
         expected = table * (mean.value if mean is not None else self._ratio_of_others(kind))
-        self._observe_host((kind, width > 1), seconds, host_bound)
+        self._observe_host(kind, load.calls(width), seconds, host_bound)
         if host_bound and seconds >= expected:
             return False
         mean = self._ratios.setdefault((kind, width), _Mean())
         doubtful = not self.measured and mean.count == 0
         return mean.add(seconds / table, expected / table, doubtful=doubtful)
 
-    def _observe_host(self, key: tuple[Any, bool], seconds: float, host_bound: bool) -> None:
+    def _observe_host(self, kind: Any, calls: int, seconds: float, host_bound: bool) -> None:
         """Take in the host's time, or that it took no longer."""
-        kind, has_draft = key
         if self._latest_kind != kind:
-            for each in (False, True):
-                # The host may have become faster or slower since then.
-                self._unseen[kind, each] = max(self._unseen.get((kind, each), 0), FEW_UNSEEN)
+            # The host may have become faster or slower since then.
+            self._unseen[kind] = max(self._unseen.get(kind, 0), FEW_UNSEEN)
             self._latest_kind = kind
         if not host_bound:
-            self._unseen[key] += 1
-            if seconds >= self._host(kind, has_draft):
+            self._unseen[kind] += 1
+            if seconds >= self._host(kind, calls):
                 return
         else:
-            self._unseen[key] = 0
-        old = self._hosts.get(key, seconds)
+            self._unseen[kind] = 0
+        of_kind = self._hosts.setdefault(kind, {})
+        old = of_kind.get(calls, seconds)
         rate = RATE_IF_FASTER if seconds < old else RATE_IF_SLOWER
-        new = self._hosts[key] = old + rate * (min(seconds, OUTLIER * old) - old)
-        other = (kind, not has_draft)
-        if other in self._hosts:  # the host becomes slower or faster for both
-            least, most = (PLAIN_HOST, 1.0) if has_draft else (1.0, 1.0 / PLAIN_HOST)
-            self._hosts[other] = min(max(self._hosts[other], least * new), most * new)
-        self._latest_host = key
+        new = of_kind[calls] = old + rate * (min(seconds, OUTLIER * old) - old)
+        for other in of_kind.keys() - {calls}:  # the host becomes slower or faster for all
+            fewer, more = sorted((other, calls))
+            most = (1.0 + MOST_CALL_HOST * (more - max(fewer, 1))) / (1.0 if fewer else PLAIN_HOST)
+            bounds = (new, most * new) if other > calls else (new / most, new)
+            of_kind[other] = min(max(of_kind[other] * new / old, bounds[0]), bounds[1])
+        self._latest_host = kind
 
 
 @dataclass
@@ -303,7 +318,7 @@ class Budget:
         self.probes = probes
         # Tokens per step and request by width. Until the first draft, those of an average drafter.
         self.expected = [1.0 + 1.5 * (1.0 - 1.0 / width**0.5) for width in self.widths]
-        self._kinds: dict[tuple[int, bool], _Kind] = {}
+        self._kinds: dict[tuple[int, bool, int], _Kind] = {}
         self._latest: _Kind | None = None
         # Steps with a draft, and running means of the tokens per request that they were expected to emit and emitted.
         self._drafts, self._mean_expected, self._mean_emitted = 0, 1.0, 1.0

@@ -74,6 +74,11 @@ def per_node_sampling_info(
     )
 
 
+def nodes_per_call(vocab_size: int) -> int:
+    """Return how many nodes one call of the sampler takes, from the number of logits per node."""
+    return max(1, LOGITS_PER_CHUNK // vocab_size)
+
+
 def target_tokens(
     logits: torch.Tensor,
     sampling_info: SamplingBatchInfo | None,
@@ -92,9 +97,8 @@ def target_tokens(
     Args:
         logits: [bs * N, vocabulary]. The logits of sampled requests are overwritten.
         sampling_info: the batch's; may be None if `sampled` is empty.
-        sampler: upstream's Sampler. It gets at most LOGITS_PER_CHUNK logits per call, because upstream's
-            memory reserve does not include its copies (probabilities, sorted values, indices, cumulative
-            sums).
+        sampler: upstream's Sampler. It gets at most nodes_per_call() nodes per call, because upstream's memory
+            reserve does not include its copies (probabilities, sorted values, indices, cumulative sums).
         positions: [bs * N] int64.
         sampled: indices of the requests that are not greedy.
         keep_logits: sample from copies, and overwrite nothing.
@@ -116,7 +120,7 @@ def target_tokens(
         index = (requests[:, None] * num_nodes + torch.arange(num_nodes, device=logits.device)).flatten()
         torch.argmax(logits, dim=-1, out=tokens)
     info_of = per_node_sampling_info(sampling_info, num_nodes)
-    chunk = max(1, LOGITS_PER_CHUNK // logits.shape[1])
+    chunk = nodes_per_call(logits.shape[1])
     for start in range(0, len(sampled) * num_nodes, chunk):
         nodes = slice(start, start + chunk)
         nodes = nodes if index is None else index[nodes]

@@ -29,7 +29,7 @@ from sglang.srt.speculative.ddtree.kv_pool import KVGroup, commit_kv, describe_p
 from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader, PhaseTimer
 from sglang.srt.speculative.ddtree.penalties import Options, OutputPenalties
 from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates, recurrent_gaps
-from sglang.srt.speculative.ddtree.sampling import constrain, target_tokens
+from sglang.srt.speculative.ddtree.sampling import constrain, nodes_per_call, target_tokens
 from sglang.srt.speculative.ddtree.seeds import follow_seeds, seeded
 from sglang.srt.speculative.ddtree.server_args import AUTO_BUDGET
 from sglang.srt.speculative.ddtree.step_costs import step_costs
@@ -489,8 +489,10 @@ class DDTreeWorker(DFlashWorkerV2):
         if self.control is None:
             return self.num_nodes
         lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
-        sampled = any(req.sampling_params.top_k != 1 for req in batch.reqs)
-        return self.control.choose(self.control.load(lens, sampled))
+        of_call = None
+        if any(req.sampling_params.top_k != 1 for req in batch.reqs):
+            of_call = nodes_per_call(self.model_runner.model_config.vocab_size)
+        return self.control.choose(self.control.load(lens, of_call))
 
     def _count_step(self, num_nodes: int) -> None:
         """Count a step that begins, and report what was timed of an earlier one."""
