@@ -66,13 +66,32 @@ class Batch(NamedTuple):
     temperature: float = 0.0
 
 
-def decode(engine: Engine, batch: Batch, tokens: int) -> None:
-    """Answer a batch with `tokens` tokens per prompt."""
-    engine.generate(batch.prompts, temperature=batch.temperature, max_new_tokens=tokens, ignore_eos=True)
+def decode(engine: Engine, batch: Batch, tokens: int, enough: Callable[[], bool] = lambda: False) -> None:
+    """Answer a batch with `tokens` tokens per prompt. Abort all answers at once when `enough` returns True."""
+    requests = [
+        engine.submit(prompt, temperature=batch.temperature, max_new_tokens=tokens, ignore_eos=True)
+        for prompt in batch.prompts
+    ]
+    running = list(requests)
+
+    def each_turn() -> bool:
+        if running and enough():
+            for request in running:
+                if not request.finished():
+                    engine.abort(request)
+            running.clear()
+        return True
+
+    engine.finish(requests, each_turn)
 
 
 def time_stages(
-    engine: Engine, stages: Stages, batches: list[Batch], tokens: int, skipped: int = SKIPPED_STEPS
+    engine: Engine,
+    stages: Stages,
+    batches: list[Batch],
+    tokens: int,
+    most: float,
+    skipped: int = SKIPPED_STEPS,
 ) -> dict[str, Any]:
     """Times the stages of the steps in which all prompts of a batch are answered at once.
 
@@ -81,6 +100,7 @@ def time_stages(
         stages: what `watch` made.
         batches: of the same size, answered one after the other.
         tokens: of an answer.
+        most: steps per batch. Its answers end after them.
         skipped: first steps of each batch that are left out.
 
     Returns:
@@ -94,9 +114,9 @@ def time_stages(
     stages.begin(size)
     tpot_ms: list[float] = []
     for batch in batches:
-        seconds, known = stages.seconds, set(stages.tokens)
+        seconds, known, before = stages.seconds, set(stages.tokens), stages.steps
         stages.skip(skipped)
-        decode(engine, batch, tokens)
+        decode(engine, batch, tokens, lambda before=before: stages.steps - before >= most)
         new = stages.tokens.keys() - known
         tpot_ms += [1e3 * (stages.seconds - seconds) / max(1, stages.tokens[name]) for name in new]
     steps = stages.steps
@@ -379,6 +399,8 @@ class Measurement:
             with turn:
                 if i == 0:
                     self._warm_up(engine, widths, stand_in, of_row, options)
+                elif widths.are_chosen:  # the batch size has changed, and the budget has to settle
+                    self._measure(engine, stages, widths, stand_in, of_row[:1], i, options)
                 for width, order in widths.turns(options.also, f"{name} {i}"):
                     widths.fix(width)
                     named = case.split(":")[0] + order if order else case
@@ -419,7 +441,7 @@ class Measurement:
         if stand_in is not None:
             stand_in.begin(batches[0].temperature)
         skipped = LATER_SKIPPED_STEPS if turn else SKIPPED_STEPS
-        row = time_stages(engine, stages, batches, options.tokens, skipped) | widths.take()
+        row = time_stages(engine, stages, batches, options.tokens, options.steps, skipped) | widths.take()
         if stand_in is not None:
             row |= dict(tokens_per_step=stand_in.tokens_per_step(row.get("widths")), tpot_ms=[])
         if not options.no_profile:
@@ -695,6 +717,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=160, help="tokens per answer")
+    parser.add_argument(
+        "--steps", type=float, default=math.inf,
+        help="measured steps per batch, after which its answers end. Otherwise the longest answer takes many steps with "
+        "fewer requests, which are not measured",
+    )  # fmt: skip
     parser.add_argument(
         "--least-prompts",
         type=int,

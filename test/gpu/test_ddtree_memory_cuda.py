@@ -4,6 +4,7 @@ A careless implementation would copy bs * N * vocabulary logits several times to
 prefixes in graph buffers.
 """
 
+import itertools
 import unittest
 
 import torch
@@ -38,8 +39,8 @@ def peaks(engine):
     """Measure sampling and the graph buffers.
 
     Returns:
-        The bytes that sampling takes in addition to the logits, by case and by the number of greedy requests.
-        Then the sizes of the slot buffers that the graphs of target and drafter read, in units of the slots
+        The bytes that sampling takes in addition to the logits, by case, by the number of greedy requests, and by whether
+        the logits are kept. Then the sizes of the slot buffers that the graphs of target and drafter read, in units of the slots
         of one request.
     """
     from sglang.srt.speculative.ddtree.sampling import target_tokens
@@ -50,7 +51,7 @@ def peaks(engine):
     generator = torch.Generator("cuda").manual_seed(1)
     found = {}
     for name, needs in CASES.items():
-        for greedy in (0, BS // 2):
+        for greedy, keep in itertools.product((0, BS // 2), (True, False)):
             logits = torch.randn(BS * NUM_NODES, VOCABULARY, device="cuda", generator=generator) * 3
             info, sampled = sampling_info(**needs), list(range(greedy, BS))
             best = logits[: greedy * NUM_NODES].argmax(-1)
@@ -60,10 +61,10 @@ def peaks(engine):
                 before = torch.cuda.memory_allocated()
                 torch.cuda.set_sync_debug_mode("error")
                 tokens = target_tokens(logits.clone() if greedy else logits, info, sampler, positions, sampled=sampled,
-                                       keep_logits=True)  # fmt: skip
+                                       keep_logits=keep)  # fmt: skip
                 torch.cuda.set_sync_debug_mode("default")
             copy = logits.nbytes if greedy else 0
-            found[name, greedy] = torch.cuda.max_memory_allocated() - before - copy
+            found[name, greedy, keep] = torch.cuda.max_memory_allocated() - before - copy
             assert torch.equal(tokens[: greedy * NUM_NODES], best)
             assert 0 <= int(tokens.min()) and int(tokens.max()) < VOCABULARY
             del logits, tokens, best

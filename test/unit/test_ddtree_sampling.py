@@ -100,6 +100,18 @@ class TestTargetTokens(CustomTestCase):
                     self.check(sampled, keep_logits=True)
                     self.assertLessEqual(max(self.sampler.sizes), max(limit, VOCABULARY))
 
+    def test_a_call_takes_more_nodes_if_it_only_samples(self):
+        plain = dict.fromkeys(("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling"), False)
+        plain["sampling_seed"] = None
+        few, many = sampling.LOGITS_PER_CHUNK // 1000, sampling.LOGITS_PER_PLAIN_CHUNK // 1000
+        self.assertGreater(many, few)
+        self.assertEqual(sampling.nodes_per_call(SimpleNamespace(**plain), 1000, False), many)
+        self.assertEqual(sampling.nodes_per_call(SimpleNamespace(**plain), 1000, True), few)
+        for name in plain:
+            with self.subTest(name):
+                info = SimpleNamespace(**plain | {name: True})
+                self.assertEqual(sampling.nodes_per_call(info, 1000, False), few)
+
 
 class TestConstrain(CustomTestCase):
     def test_grammar_and_bias(self):

@@ -491,7 +491,8 @@ class DDTreeWorker(DFlashWorkerV2):
         lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
         of_call = None
         if any(req.sampling_params.top_k != 1 for req in batch.reqs):
-            of_call = nodes_per_call(self.model_runner.model_config.vocab_size)
+            vocabulary = self.model_runner.model_config.vocab_size
+            of_call = nodes_per_call(batch.sampling_info, vocabulary, batch.return_logprob)
         return self.control.choose(self.control.load(lens, of_call))
 
     def _count_step(self, num_nodes: int) -> None:
