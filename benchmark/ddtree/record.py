@@ -26,7 +26,8 @@ def origin(args: argparse.Namespace) -> dict[str, str]:
     commit = args.commit or subprocess.check_output(
         ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], text=True
     )
-    command = ["python", "-m", f"{__package__}.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
+    spec = sys.modules["__main__"].__spec__
+    command = ["python", "-m", spec.name if spec else Path(sys.argv[0]).stem, *sys.argv[1:]]
     return on | dict(torch=torch.__version__, commit=commit.strip(), command=" ".join(command))
 
 
@@ -35,6 +36,17 @@ def host_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{named[0] if named else platform.processor()}, {os.cpu_count()} cores"
+
+
+def gpu_clocks(device: str) -> dict[str, str] | None:
+    """Return clocks and power of the first visible GPU as nvidia-smi reports them now; None on a CPU."""
+    if device != "cuda":
+        return None
+    fields = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.draw", "power.limit")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "-i", visible, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    values = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().split(", ")
+    return dict(zip(fields, values))
 
 
 def save(result: dict, output: Path) -> None:

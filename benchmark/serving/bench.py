@@ -1,7 +1,7 @@
-"""Serves one model in several ways and measures all of them with upstream's sglang.benchmark.serving.
+"""Serves one model in several ways and measures all of them with upstream's own benchmarks of servers.
 
 All servers run on one device. One is measured at a time while the others are idle, and they take turns, so that other work
-on the host slows all of them alike.
+on the host slows all of them alike. A server that fails is left out from then on.
 
     python -m benchmark.serving.bench --model TARGET --drafter DRAFTER --prompts prompts.json --rounds 10
 
@@ -11,158 +11,23 @@ A case is written as in benchmark/ddtree: ALGORITHM[:N][:FLAG[=VALUE]]..., N bei
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import json
-import signal
-import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmark.ddtree.medians import median_and_interval
-from benchmark.ddtree.record import origin, save
-from benchmark.ddtree.servers import Server, device_flags, flags, measurement_parser
+from benchmark.ddtree.record import gpu_clocks, origin, save
+from benchmark.ddtree.servers import Server, device_flags, flags, measurement_parser, start
+from benchmark.serving.summary import markdown, summarize
+from benchmark.serving.upstream import Upstream
 
-FOLDER = Path(__file__).parent
 CASES = (
     "none", "DFLASH", "DDTREE:16", "DDTREE:32", "DDTREE:64:speculative-ddtree-budget=auto",
 )  # fmt: skip
-FIELDS = ("output_throughput", "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms", "accept_length", "duration")
-
-
-def write_dataset(prompts: Path, model: str, output: Path) -> int:
-    """Write prompts as the dataset `custom` of upstream's benchmark; return their number.
-
-    Args:
-        prompts: JSON, a list of token ids per prompt.
-        model: folder with the tokenizer.
-        output: JSON lines.
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    given = json.loads(prompts.read_text())
-    with output.open("w") as file:
-        for prompt in given:
-            turns = [{"content": tokenizer.decode(prompt)}, {"content": "an answer of any length"}]
-            file.write(json.dumps({"conversations": turns}) + "\n")
-    return len(given)
-
-
-def run_upstream(
-    url: str,
-    model: str,
-    dataset: Path,
-    *,
-    requests: int,
-    concurrency: int,
-    tokens: int,
-    temperature: float,
-    seed: int,
-) -> dict[str, Any]:
-    """Run upstream's benchmark once in this process, whose imports take longer than a run.
-
-    Args:
-        url: of the server.
-        model: folder with the tokenizer.
-        dataset: of write_dataset().
-        requests: to send.
-        concurrency: requests at once.
-        tokens: of an answer. The end of the text does not end it.
-        temperature: of all requests.
-        seed: decides which prompts are taken.
-
-    Returns:
-        Upstream's result.
-
-    Raises:
-        RuntimeError: upstream's benchmark failed, or a request did.
-    """
-    from sglang.benchmark import serving
-
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "result.jsonl")
-        command = [
-            "serving", "--backend", "sglang", "--base-url", url, "--model", model, "--tokenizer", model,
-            "--dataset-name", "custom", "--dataset-path", str(dataset), "--num-prompts", str(requests),
-            "--sharegpt-output-len", str(tokens), "--max-concurrency", str(concurrency), "--seed", str(seed),
-            "--temperature", str(temperature), "--disable-tqdm", "--warmup-requests", "1", "--output-file", str(output),
-        ]  # fmt: skip
-        before, text = sys.argv, io.StringIO()
-        sys.argv = command
-        try:
-            with contextlib.redirect_stdout(text):
-                serving.cli_main()
-        except SystemExit as error:
-            raise RuntimeError(
-                f"{url}: upstream's benchmark ended with {error.code}: {text.getvalue()[-2000:]}"
-            ) from error
-        finally:
-            sys.argv = before
-        (line,) = output.read_text().splitlines()
-    found = json.loads(line)
-    if found["completed"] != requests:
-        raise RuntimeError(f"{url}: expected {requests} answers, got {found['completed']}")
-    return found
-
-
-def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row per case, concurrency and temperature: medians over the rounds, and 95% intervals.
-
-    `ratio_to_best` compares tokens per second with the fastest other case, round by round; `ratio_to_DFLASH` with DFLASH.
-    """
-    groups: dict[tuple[int, float], dict[str, dict[int, dict[str, Any]]]] = {}
-    for row in rows:
-        of_load = groups.setdefault((row["concurrency"], row["temperature"]), {})
-        of_load.setdefault(row["case"], {})[row["round"]] = row
-    found = []
-    for (concurrency, temperature), cases in sorted(groups.items()):
-        speed = {
-            case: statistics.median(row["output_throughput"] for row in of_case.values())
-            for case, of_case in cases.items()
-        }
-        for case, of_case in cases.items():
-            line: dict[str, Any] = dict(
-                case=case, concurrency=concurrency, temperature=temperature, rounds=len(of_case)
-            )
-            for field in FIELDS:
-                values = [row[field] for row in of_case.values() if row.get(field) is not None]
-                line[field] = median_and_interval(values) if values else None
-            others = [other for other in cases if other != case and "auto" not in other]
-            best = max(others, key=speed.__getitem__) if others else None
-            for name, other in (("ratio_to_best", best), ("ratio_to_DFLASH", "DFLASH")):
-                if other in cases and other != case:
-                    shared = sorted(of_case.keys() & cases[other].keys())
-                    ratios = [
-                        of_case[i]["output_throughput"] / cases[other][i]["output_throughput"] for i in shared
-                    ]
-                    line[name] = (other, *median_and_interval(ratios))
-            found.append(line)
-    return found
-
-
-def show(summary: list[dict[str, Any]]) -> None:
-    """Print a line per load and case."""
-    print(
-        "\nat once  T  tokens/s [interval]  TPOT p50, p99 ms  accept length  case; tokens/s over the best other, DFLASH"
-    )
-    for row in summary:
-        middle, low, high = row["output_throughput"]
-        length = row["accept_length"]
-        ratios = [
-            f"{row[name][0]} {row[name][1]:.3f}"
-            for name in ("ratio_to_best", "ratio_to_DFLASH")
-            if name in row
-        ]
-        print(
-            f"{row['concurrency']:7} {row['temperature']:2.0f}  {middle:6.0f} [{low:.0f}, {high:.0f}]  "
-            f"{row['median_tpot_ms'][0]:6.2f} {row['p99_tpot_ms'][0]:6.2f}  {length[0] if length else 1.0:5.2f}  "
-            f"{row['case']}; {'; '.join(ratios)}"
-        )
 
 
 def parse() -> argparse.Namespace:
@@ -172,106 +37,161 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no load after this time")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per answer")
     parser.add_argument(
         "--requests-per-slot", type=int, default=3, help="requests of a run, per request at once"
     )
     parser.add_argument("--least-requests", type=int, default=4, help="requests of a run, at least")
     parser.add_argument(
+        "--one-batch-every",
+        type=int,
+        default=1,
+        help="rounds per round that also measures one batch in one call; 0: none does",
+    )
+    parser.add_argument(
         "--backend", help="attention backend of plain decoding and DFLASH; default: upstream's"
     )
     parser.add_argument("--max-total-tokens", type=int, default=65536)
+    parser.add_argument(
+        "--start-together",
+        action="store_true",
+        help="start all servers at once, also those that measure the times of their steps when they start",
+    )
     return parser.parse_args()
 
 
 def server_flags(case: str, options: argparse.Namespace) -> list[str]:
     """Return the flags of a case's server."""
     arguments = [*device_flags(options.device, max(options.concurrency)), "--dtype", options.dtype]
-    arguments += [*flags(case, options.drafter), "--max-total-tokens", str(options.max_total_tokens)]
+    arguments += ["--max-total-tokens", str(options.max_total_tokens)]
     if not case.startswith("DDTREE") and options.backend is not None:
         arguments += ["--attention-backend", options.backend]
-    return arguments
+    return [*arguments, *flags(case, options.drafter)]
 
 
-def start_servers(options: argparse.Namespace, servers: dict[str, Server]) -> None:
-    """Start a server per case and wait for them: first those that measure their steps' times, then the others at once.
+def start_servers(options: argparse.Namespace) -> dict[str, Server]:
+    """Start a server per case and wait: first those that measure their steps' times, then the others at once.
 
     Args:
         options: the arguments of the command line.
-        servers: gets each server by its case, as soon as its process exists.
 
-    Raises:
-        RuntimeError: a server did not start in time.
+    Returns:
+        The servers that are up, by case.
     """
-    deadline = time.monotonic() + options.start_seconds
     measuring = [case for case in options.cases if "=auto" in case]
-    for together in (*([case] for case in measuring), [c for c in options.cases if c not in measuring]):
-        for case in together:
-            i = options.cases.index(case)
-            log = options.logs / f"{i}.log"
-            servers[case] = Server(options.model, options.port + i, log, server_flags(case, options))
-        for case in together:
-            if not servers[case].wait(deadline):
-                raise RuntimeError(
-                    f"{case}: the server did not start: {servers[case].log.read_text()[-2000:]}"
-                )
+    others = [case for case in options.cases if case not in measuring]
+    servers: dict[str, Server] = {}
+    for number, group in enumerate([options.cases] if options.start_together else [measuring, others]):
+        cases = {case: server_flags(case, options) for case in group}
+        servers |= start(
+            options.model, cases, options.logs / str(number), port=options.port + 200 * number,
+            seconds=options.start_seconds,
+        )  # fmt: skip
+    return {case: servers[case] for case in options.cases if case in servers}
 
 
-def measure_round(
-    number: int, options: argparse.Namespace, servers: dict[str, Server], dataset: Path, available: int
-) -> Iterator[dict[str, Any]]:
-    """Measure each server at each load and temperature. Each round begins with another case.
+class Bench:
+    """Measures the servers in turn.
 
     Args:
-        number: of the round, which also decides which prompts are taken.
         options: the arguments of the command line.
         servers: by case.
-        dataset: of write_dataset().
-        available: prompts in it.
-
-    Yields:
-        A row of the results file per measurement.
+        upstream: upstream's benchmarks.
+        end: no load begins after this time (monotonic).
     """
-    first = number % len(options.cases)
-    for temperature in options.temperatures:
-        for concurrency in options.concurrency:
-            requests = min(available, max(options.least_requests, options.requests_per_slot * concurrency))
-            for case in options.cases[first:] + options.cases[:first]:
-                found = run_upstream(
-                    servers[case].url, options.model, dataset, requests=requests, concurrency=concurrency,
-                    tokens=options.tokens, temperature=temperature, seed=number,
-                )  # fmt: skip
-                row = dict(case=case, round=number, concurrency=concurrency, temperature=temperature)
-                yield row | dict(requests=requests) | {field: found.get(field) for field in FIELDS}
+
+    def __init__(
+        self, options: argparse.Namespace, servers: dict[str, Server], upstream: Upstream, end: float
+    ):
+        self.options, self.servers, self.upstream, self.end = options, servers, upstream, end
+
+    def measure_round(self, number: int, tools: tuple[str, ...]) -> Iterator[list[dict[str, Any]]]:
+        """Measure each server at each load and temperature. Each round begins with another case.
+
+        Args:
+            number: of the round, which also decides which prompts are taken.
+            tools: which of upstream's benchmarks.
+
+        Yields:
+            The rows of the results file for one load.
+        """
+        for temperature in self.options.temperatures:
+            for concurrency in self.options.concurrency:
+                for tool in tools:
+                    if time.monotonic() > self.end:
+                        return
+                    cases = list(self.servers)
+                    first = number % max(1, len(cases))
+                    load = dict(tool=tool, round=number, temperature=temperature, concurrency=concurrency)
+                    rows = (self.measure(case, **load) for case in cases[first:] + cases[:first])
+                    yield [row for row in rows if row is not None]
+
+    def measure(
+        self, case: str, *, tool: str, round: int, temperature: float, concurrency: int
+    ) -> dict[str, Any] | None:
+        """Measure a server once.
+
+        Args:
+            case: of the server.
+            tool: which of upstream's benchmarks.
+            round: number of the round, which also decides which prompts are taken.
+            temperature: of all requests.
+            concurrency: requests at once.
+
+        Returns:
+            A row of the results file. None if the measurement failed; the server is then closed and left out.
+        """
+        server, options = self.servers[case], self.options
+        load = dict(concurrency=concurrency, temperature=temperature)
+        run = load | dict(tokens=options.tokens, seed=round)
+        try:
+            if tool == "serving":
+                wanted = max(options.least_requests, options.requests_per_slot * concurrency)
+                load["requests"] = min(self.upstream.available, wanted)
+                found = self.upstream.serving(server.url, requests=load["requests"], **run)
+            else:
+                found = self.upstream.one_batch(server.url, **run)
+        except Exception:
+            traceback.print_exc()
+            print(
+                f"{case} failed and is left out.\n{server.log.read_text()[-3000:]}",
+                file=sys.stderr,
+                flush=True,
+            )
+            server.close()
+            del self.servers[case]
+            return None
+        return dict(case=case, tool=tool, round=round) | load | found
 
 
 def main() -> None:
     options = parse()
-    # A time limit then ends the servers too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    start = time.monotonic()
-    options.logs.mkdir(parents=True, exist_ok=True)
-    dataset = Path(tempfile.mkdtemp()) / "prompts.jsonl"
-    available = write_dataset(options.prompts, options.model, dataset)
-    result = origin(options) | dict(weights=options.model, tokens=options.tokens, results=[])
-    servers: dict[str, Server] = {}
-    try:
-        start_servers(options, servers)
-        print(f"servers are up after {time.monotonic() - start:.0f} s", flush=True)
-        for number in range(options.rounds):
-            if time.monotonic() - start > options.seconds:
-                break
-            for row in measure_round(number, options, servers, dataset, available):
-                result["results"].append(row)
-                result["summary"] = summarize(result["results"])
-                save(result, options.output)
-            print(f"round {number} is done after {time.monotonic() - start:.0f} s", flush=True)
-    finally:
-        for server in servers.values():
-            server.close()
-    show(result["summary"])
-    print(f"\n{options.output}")
+    begin = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:  # the import takes ten seconds
+        loading = pool.submit(Upstream, options.model, options.prompts, Path(tempfile.mkdtemp()))
+        servers = start_servers(options)
+        upstream = loading.result()
+    if not servers:
+        sys.exit("no server is up")
+    result = origin(options) | dict(weights=options.model, tokens=options.tokens, clocks=[], results=[])
+    bench = Bench(options, servers, upstream, begin + options.seconds)
+    print(f"servers are up after {time.monotonic() - begin:.0f} s", flush=True)
+    for _ in bench.measure_round(0, ("serving",)):
+        pass
+    print(f"servers are warm after {time.monotonic() - begin:.0f} s", flush=True)
+    for number in range(1, options.rounds + 1):
+        one_batch = options.one_batch_every and number % options.one_batch_every == 0
+        for rows in bench.measure_round(number, ("serving", "one_batch") if one_batch else ("serving",)):
+            result["results"] += rows
+            save(result, options.output)
+        result["clocks"].append(gpu_clocks(options.device))
+        print(f"round {number} is done after {time.monotonic() - begin:.0f} s", flush=True)
+        if time.monotonic() > bench.end or not servers:
+            break
+    result["summary"] = summarize(result["results"])
+    save(result, options.output)
+    print(f"\n{markdown(result['summary'])}\n\n{options.output}")
 
 
 if __name__ == "__main__":

@@ -21,29 +21,27 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
+from benchmark.serving.summary import label_of, rows_of, summarize
+
 COLORS = {"plain": "#9a9a9a", "DFLASH": "#d9822b", "auto": "#1a7f37"}
 BLUES = ("#b8d4ec", "#74a9d8", "#1f5a94", "#0b2e4f")
 
 
-def label_of(case: str) -> str:
-    """Return what a case is called in the picture."""
-    if "=auto" in case:
-        return "auto"
-    return "plain" if case == "none" else re.sub(r"DDTREE.*:", "N=", case)
-
-
-def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+def points_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row per case and load: label, requests, temperature, (median, low, high) of tokens_per_second, p50, p99.
 
     p50 and p99 are milliseconds per output token.
     """
+    over_http = [result for result in results if "concurrency" in result["results"][0]]
+    summary = summarize([row for row in rows_of(over_http) if row["tool"] == "serving"])
+    summary += [row for result in results if result not in over_http for row in result["summary"]]
     found = []
-    for row in result["summary"]:
+    for row in summary:
         if "graphs of auto" in row["case"]:  # widths by order, which no server runs
             continue
         if "concurrency" in row:
             requests, temperature = row["concurrency"], row["temperature"]
-            rate, p50, p99 = row["output_throughput"], row["median_tpot_ms"][0], row["p99_tpot_ms"][0]
+            rate, p50, p99 = row["output_throughput"], row["median_tpot_ms"], row["p99_tpot_ms"]
         else:
             requests = int(re.match(r"batch (\d+)", row["batch"])[1])
             sampled = re.search(r"T = (\S+)", row["batch"])
@@ -63,7 +61,7 @@ def draw_lines(axes: Axes, rows: list[dict[str, Any]], field: str, title: str) -
 
     Args:
         axes: to draw on.
-        rows: of one temperature, from rows_of().
+        rows: of one temperature, from points_of().
         field: of a row.
         title: of the axes.
     """
@@ -99,7 +97,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    rows = [row for path in options.results for row in rows_of(json.loads(path.read_text()))]
+    rows = points_of([json.loads(path.read_text()) for path in options.results])
     temperatures = sorted({row["temperature"] for row in rows})
     figure, grid = plt.subplots(
         len(temperatures), 3, figsize=(11, 3.4 * len(temperatures)), squeeze=False, layout="constrained"
