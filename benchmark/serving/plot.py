@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from benchmark.serving.summary import label_of, rows_of, summarize
+from benchmark.serving.summary import label_of, order, rows_of, summarize
 
 COLORS = {"plain": "#9a9a9a", "DFLASH": "#d9822b", "auto": "#1a7f37"}
 BLUES = ("#b8d4ec", "#74a9d8", "#1f5a94", "#0b2e4f")
@@ -67,9 +67,7 @@ def draw_lines(axes: Axes, rows: list[dict[str, Any]], field: str, title: str) -
     """
     blues = iter(BLUES)
     labels = {row["label"] for row in rows}
-    for label in sorted(
-        labels, key=lambda label: (label == "auto", label.startswith("N"), len(label), label)
-    ):
+    for label in sorted(labels, key=order):
         of_label = sorted((row for row in rows if row["label"] == label), key=lambda row: row["requests"])
         color = COLORS.get(label) or next(blues)
         at = [row["requests"] for row in of_label]

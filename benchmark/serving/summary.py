@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -78,36 +79,69 @@ def label_of(case: str) -> str:
 
 
 def markdown(summary: list[dict[str, Any]]) -> str:
-    """Return a Markdown table per tool."""
+    """Return Markdown tables: a row per load, a column per case."""
     blocks = []
     for tool, title in TOOLS.items():
-        rows = [row for row in summary if row["tool"] == tool]
-        if not rows:
-            continue
-        streams = tool == "serving"
-        head = ["T", "requests", "way to serve", "rounds", "tokens/s"]
-        head += ["TPOT p50, ms", "TPOT p99, ms"] if streams else []
-        head += ["accept length", "ratio to DFLASH", "ratio to the best other"]
-        lines = [f"{title}:", "", "| " + " | ".join(head) + " |", "|-" * len(head) + "|"]
-        for row in rows:
-            middle, low, high = row["output_throughput"]
-            cells = [
-                f"{row['temperature']:g}",
-                str(row["concurrency"]),
-                label_of(row["case"]),
-                str(row["rounds"]),
-            ]
-            cells.append(f"{middle:,.0f} [{low:,.0f}, {high:,.0f}]")
-            if streams:
-                cells += [f"{row[field][0]:.2f}" for field in ("median_tpot_ms", "p99_tpot_ms")]
-            cells.append(f"{row['accept_length'][0]:.2f}" if row["accept_length"] else "1")
-            for name in reversed(RATIOS):
-                other, *ratio = row.get(name, (None,))
-                text = "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) if ratio else ""
-                cells.append(f"{text} ({label_of(other)})" if ratio and name == "ratio_to_best" else text)
-            lines.append("| " + " | ".join(cells) + " |")
-        blocks.append("\n".join(lines))
+        loads: dict[tuple[float, int], dict[str, dict[str, Any]]] = defaultdict(dict)
+        for row in summary:
+            if row["tool"] == tool:
+                loads[row["temperature"], row["concurrency"]][label_of(row["case"])] = row
+        if loads:
+            blocks.append(table(f"{title}: tokens per second", loads, tokens_per_second, show_ratios=True))
+        if tool == "serving" and loads:
+            blocks.append(table("Milliseconds per output token, median / p99", loads, milliseconds))
     return "\n\n".join(blocks)
+
+
+def table(
+    title: str,
+    loads: dict[tuple[float, int], dict[str, dict[str, Any]]],
+    cell: Callable[[dict[str, Any]], str],
+    *,
+    show_ratios: bool = False,
+) -> str:
+    """Return a Markdown table with its title.
+
+    Args:
+        title: of the table.
+        loads: (temperature, concurrency) -> label of a case -> row of summarize().
+        cell: text for a row.
+        show_ratios: whether the last columns compare `auto` with the others.
+    """
+    labels = sorted({label for of_load in loads.values() for label in of_load}, key=order)
+    head = ["T", "requests", "rounds", *labels]
+    ratios = show_ratios and "auto" in labels
+    lines = [head + ["auto / best other", "auto / DFLASH"] if ratios else head]
+    for (temperature, concurrency), of_load in loads.items():
+        rounds = sorted({row["rounds"] for row in of_load.values()})
+        line = [
+            f"{temperature:g}",
+            str(concurrency),
+            " to ".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))),
+        ]
+        line += [cell(of_load[label]) if label in of_load else "" for label in labels]
+        if ratios:
+            found = [of_load.get("auto", {}).get(name) for name in RATIOS]
+            line += ["{1:.2f} [{2:.2f}, {3:.2f}]".format(*ratio) if ratio else "" for ratio in found]
+        lines.append(line)
+    lines.insert(1, ["-"] * len(lines[0]))
+    return f"{title}:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def order(label: str) -> tuple[int, int, str]:
+    """Return where a case stands among the others: plain, DFLASH, the widths, auto."""
+    groups = ("plain", "DFLASH", "N =", "auto")
+    return next(i for i, group in enumerate((*groups, "")) if label.startswith(group)), len(label), label
+
+
+def tokens_per_second(row: dict[str, Any]) -> str:
+    """Return the text of a cell."""
+    return "{:,.0f} [{:,.0f}, {:,.0f}]".format(*row["output_throughput"])
+
+
+def milliseconds(row: dict[str, Any]) -> str:
+    """Return the text of a cell."""
+    return f"{row['median_tpot_ms'][0]:.2f} / {row['p99_tpot_ms'][0]:.2f}"
 
 
 def main() -> None:
