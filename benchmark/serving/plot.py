@@ -65,8 +65,8 @@ def draw_lines(axes: Axes, rows: list[dict[str, Any]], field: str, title: str) -
         field: of a row.
         title: of the axes.
     """
-    blues = iter(BLUES)
     labels = {row["label"] for row in rows}
+    blues = iter(BLUES[(len(BLUES) - len(labels - COLORS.keys())) // 2 :])
     for label in sorted(labels, key=order):
         of_label = sorted((row for row in rows if row["label"] == label), key=lambda row: row["requests"])
         color = COLORS.get(label) or next(blues)
@@ -80,8 +80,9 @@ def draw_lines(axes: Axes, rows: list[dict[str, Any]], field: str, title: str) -
         axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    digits = "125" if field == "tokens_per_second" else "12357"
     for use in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        use(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "125" else ""))
+        use(FuncFormatter(lambda value, _: f"{value:,g}" if f"{value:.0e}"[0] in digits else ""))
     axes.set_xlabel("concurrent requests")
     axes.set_xticks(at, [str(n) for n in at])
     axes.set_title(title, fontsize=9)
