@@ -168,17 +168,21 @@ class Bench:
 def main() -> None:
     options = parse()
     begin = time.monotonic()
-    with ThreadPoolExecutor(1) as pool:  # the import takes ten seconds
+    with ThreadPoolExecutor() as pool:  # importing upstream and asking for the GPU's name take ten seconds
         loading = pool.submit(Upstream, options.model, options.prompts, Path(tempfile.mkdtemp()))
+        asking = pool.submit(origin, options)
         servers = start_servers(options)
-        upstream = loading.result()
+        print(f"servers are up after {time.monotonic() - begin:.0f} s", flush=True)
+        upstream, result = loading.result(), asking.result()
     if not servers:
         sys.exit("no server is up")
-    result = origin(options) | dict(weights=options.model, tokens=options.tokens, clocks=[], results=[])
+    result |= dict(weights=options.model, tokens=options.tokens, clocks=[], results=[])
     bench = Bench(options, servers, upstream, begin + options.seconds)
-    print(f"servers are up after {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"the warm-up begins after {time.monotonic() - begin:.0f} s", flush=True)
     for _ in bench.measure_round(0, ("serving",)):
         pass
+    for server in servers.values():
+        server.freeze_gc()
     print(f"servers are warm after {time.monotonic() - begin:.0f} s", flush=True)
     for number in range(1, options.rounds + 1):
         one_batch = options.one_batch_every and number % options.one_batch_every == 0
