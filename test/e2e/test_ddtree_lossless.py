@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
+from support.adapters import WithAdapters, write_adapters
 from support.cases import DDTreeCase
 from support.jobs import answer_twice, exhaust_grammar, fill_context, greedy, sample, stop_everywhere
 from support.models import text_of, write_models
@@ -253,6 +254,25 @@ class TestFeatures(DDTreeCase):
     def test_logit_bias(self):
         plain, tree = self.both(answers_with_logit_bias)
         self.assertEqual(tree, plain)
+
+
+class TestAdapters(DDTreeCase):
+    def test_lora(self):
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        lora = write_adapters(self.target, folder) | dict(lora_backend="torch_native")
+        plain = run_engine(self.plain | lora, WithAdapters())
+        without = run_engine(self.plain, greedy)
+        same = [a == b for a, b in zip(plain.outputs, without.outputs, strict=True)]
+        self.assertEqual(same, [True, False, False] * 2, "each adapter should change its answers")
+        tree = self.tree | lora
+        found = run_engine(tree, WithAdapters())
+        self.assertEqual(found.outputs, plain.outputs)
+        self.assertEqual(*found.free_slots, "KV slots leaked")
+        self.assertGreater(found.accepted, 20)
+        for budget in ("auto", "8"):
+            with self.subTest(budget=budget):
+                outputs = run_engine(tree | dict(speculative_ddtree_budget=budget), WithAdapters()).outputs
+                self.assertEqual(outputs, plain.outputs)
 
 
 class TestPenalties(PenaltyChecks, DDTreeCase):

@@ -1,13 +1,16 @@
-"""DDTREE on a CUDA device: stops, the end of the context and a server, with graphs and overlap scheduling.
+"""DDTREE on a CUDA device: stops, the end of the context, LoRA and a server, with graphs and overlap scheduling.
 
 bfloat16 rounds logits, so greedy tokens are judged by their gap to the first choice (see support.answers).
 """
 
+import tempfile
 import unittest
+from pathlib import Path
 
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.test_utils import CustomTestCase
-from support.answers import TIE
+from support.adapters import WithAdapters, write_adapters
+from support.answers import TIE, assert_first_choices
 from support.cases import CudaCase
 from support.jobs import exhaust_grammar, fill_context, stop_everywhere
 from support.processes import EngineProcess, run_engine
@@ -93,6 +96,14 @@ class TestLongContextCuda(TestContextEndCuda):
         more = dict(attention_backend=None, max_total_tokens=4 * cls.context)
         cls.plain |= more
         cls.tree |= more
+
+
+class TestAdaptersCuda(CudaCase):
+    def test_lora(self):
+        lora = write_adapters(self.target, Path(self.enterContext(tempfile.TemporaryDirectory())))
+        found = run_engine(self.tree | lora | {"speculative_num_draft_tokens": 32}, WithAdapters())
+        gaps = run_engine(self.plain | lora, WithAdapters(judged=found.outputs))
+        assert_first_choices(self, "tree", found, gaps, least_accepted=20)
 
 
 class TestServerCuda(ServerChecks, CustomTestCase):

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from torch import Tensor
 
+LoraIds = list[str | None] | None  # of each request's adapter; None: none
+
 
 class Greedy(NamedTuple):
     """What Engine.greedy() found.
@@ -69,6 +71,8 @@ class Engine:
         ) | arguments  # fmt: skip
         self.args = ServerArgs(**arguments)
         self.args.resolve_once()
+        if self.args.lora_paths:
+            self.args.check_server_args()  # it reads the paths
         publish(self.args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
         self.scheduler = module.Scheduler(self.args, PortArgs.init_new(self.args))
         self._submitted = 0
@@ -87,7 +91,7 @@ class Engine:
 
         Args:
             prompt: token ids.
-            options: sampling parameters, and the request's options for log-probabilities.
+            options: sampling parameters, the request's options for log-probabilities, and the id of its adapter.
 
         Returns:
             The request, which finish() completes.
@@ -97,27 +101,30 @@ class Engine:
 
         self._submitted += 1
         defaults = dict(
-            return_logprob=False, top_logprobs_num=0, logprob_start_len=-1, token_ids_logprob=None
-        )
-        logprob = {name: options.pop(name, default) for name, default in defaults.items()}
+            return_logprob=False, top_logprobs_num=0, logprob_start_len=-1, token_ids_logprob=None, lora_id=None
+        )  # fmt: skip
+        fields = {name: options.pop(name, default) for name, default in defaults.items()}
         params = SamplingParams(**options)
         params.normalize(self.scheduler.tokenizer)
         self.scheduler.handle_generate_request(
             TokenizedGenerateReqInput(
                 rid=f"r{self._submitted}", input_text=None, input_ids=array("q", prompt), input_embeds=None,
-                mm_inputs=None, token_type_ids=None, sampling_params=params, stream=False, **logprob,
+                mm_inputs=None, token_type_ids=None, sampling_params=params, stream=False, **fields,
             )
         )  # fmt: skip
         return self._created.pop()
 
-    def generate(self, prompts: list[list[int]], **options: Any) -> list[Req]:
+    def generate(self, prompts: list[list[int]], lora_ids: LoraIds = None, **options: Any) -> list[Req]:
         """Run one request per prompt to its end in upstream's event loop. `options`: see submit()."""
-        return self.finish([self.submit(prompt, **options) for prompt in prompts])
+        ids = lora_ids or [None] * len(prompts)
+        return self.finish([
+            self.submit(prompt, lora_id=lora_id, **options) for prompt, lora_id in zip(prompts, ids, strict=True)
+        ])  # fmt: skip
 
-    def greedy(self, prompts: list[list[int]], tokens: int) -> Greedy:
+    def greedy(self, prompts: list[list[int]], tokens: int, lora_ids: LoraIds = None) -> Greedy:
         """Answer each prompt with the `tokens` most likely tokens."""
         free = self.free_slots()
-        requests = self.generate(prompts, temperature=0, max_new_tokens=tokens, ignore_eos=True)
+        requests = self.generate(prompts, lora_ids, temperature=0, max_new_tokens=tokens, ignore_eos=True)
         return Greedy(
             [list(request.output_ids)[:tokens] for request in requests],
             sum(request.spec_verify_ct for request in requests),
@@ -148,21 +155,25 @@ class Engine:
             ],
         )
 
-    def log_probabilities(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[Tensor]:
+    def log_probabilities(
+        self, prompts: list[list[int]], outputs: list[list[int]], lora_ids: LoraIds = None
+    ) -> list[Tensor]:
         """Log-probabilities of all tokens at each token of given answers. One prefill gives those of an answer.
 
         Args:
             prompts: token ids.
             outputs: an answer to each prompt, from any engine.
+            lora_ids: of the prompts' adapters.
 
         Returns:
             For each output: [tokens, vocabulary] float64.
         """
         everything = self.scheduler.model_config.vocab_size
+        ids = lora_ids or [None] * len(prompts)
         requests = self.finish([
-            self.submit([*prompt, *output], temperature=0, max_new_tokens=1, return_logprob=True,
+            self.submit([*prompt, *output], temperature=0, max_new_tokens=1, return_logprob=True, lora_id=lora_id,
                         top_logprobs_num=everything, logprob_start_len=len(prompt) - 1)
-            for prompt, output in zip(prompts, outputs)
+            for prompt, output, lora_id in zip(prompts, outputs, ids, strict=True)
         ])  # fmt: skip
         return [
             _by_token(request.logprob.input_top_logprobs_val, request.logprob.input_top_logprobs_idx)[
@@ -171,18 +182,21 @@ class Engine:
             for request, output in zip(requests, outputs)
         ]
 
-    def gaps(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[list[float]]:
+    def gaps(
+        self, prompts: list[list[int]], outputs: list[list[int]], lora_ids: LoraIds = None
+    ) -> list[list[float]]:
         """How far each output token is from this engine's first choice after the same tokens.
 
         Args:
             prompts: token ids.
             outputs: an answer to each prompt, from any engine.
+            lora_ids: of the prompts' adapters.
 
         Returns:
             For each token of each output, the first choice's logit minus the token's. 0 means that the token
             is the first choice. A value near 0 is a tie, which is common in bfloat16.
         """
-        found = self.log_probabilities(prompts, outputs)
+        found = self.log_probabilities(prompts, outputs, lora_ids)
         return [
             (rows.amax(1) - rows[range(len(output)), output]).tolist() for rows, output in zip(found, outputs)
         ]

@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import os
 import tempfile
 import unittest
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from sglang.srt.arg_groups import lora_hook
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.runtime_context import get_spec, override_platform, publish
 from sglang.srt.server_args import ServerArgs, prepare_server_args
@@ -264,6 +266,26 @@ class TestRefusals(ArgumentsCase):
         self.assertFalse(resolved_view(self.resolve()).enable_draft_weights_cpu_backup)
         saving = resolved_view(self.resolve(enable_memory_saver=True))
         self.assertTrue(saving.enable_draft_weights_cpu_backup)
+
+
+class TestLoRA(ArgumentsCase):
+    def test_it_is_served(self):
+        self.resolve(lora_paths=["one=folder"]).check_server_args()
+
+    def test_what_upstream_does_not_serve_with_dflash(self):
+        args = self.resolve(lora_paths=["one=folder"])
+        with (
+            patch.dict(os.environ, {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}),
+            self.assertRaisesRegex(ValueError, "does not support SGLANG_ENABLE_OVERLAP_PLAN_STREAM=1"),
+        ):
+            args.check_server_args()
+
+    def test_other_algorithms_are_upstreams_matter(self):
+        for algorithm in ("FROZEN_KV_MTP", "DTREE"):
+            with self.assertRaisesRegex(ValueError, f"not {algorithm}"):
+                lora_hook.check_lora_speculative_compatibility(
+                    SimpleNamespace(speculative_algorithm=algorithm)
+                )
 
 
 class TestVerifyMemory(ArgumentsCase):

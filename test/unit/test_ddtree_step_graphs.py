@@ -98,7 +98,7 @@ class TestStepGraphs(CustomTestCase):
             capture_head_hooks=hooks, capture_tail_hooks=[], decode_cuda_graph_runner=Graphs(width, hooks, forward),
             req_to_token_pool=SimpleNamespace(req_to_token=self.table),
             model_config=SimpleNamespace(model_is_mrope=False), device_timer=None, canary_manager=None,
-            eplb_manager=None, msprobe_debugger=None, shared_read_done_event=None,
+            eplb_manager=None, msprobe_debugger=None, shared_read_done_event=None, lora_manager=None,
             attn_backend=made(TritonTreeVerify, tree_mode="native"),
         )  # fmt: skip
 
@@ -252,8 +252,8 @@ class TestStepGraphs(CustomTestCase):
                 with self.subTest(graphs=graphs), patch.object(runner, "decode_cuda_graph_runner", graphs):
                     self.assertFalse(self.can_run())
 
-    def test_it_leaves_what_is_watched_to_upstream(self):
-        for name in ("canary_manager", "eplb_manager", "msprobe_debugger", "device_timer"):
+    def test_it_leaves_what_the_host_takes_part_in_to_upstream(self):
+        for name in ("lora_manager", "canary_manager", "eplb_manager", "msprobe_debugger", "device_timer"):
             with self.subTest(name), patch.object(self.target_runner, name, object()):
                 self.assertFalse(self.can_run())
         self.assertFalse(self.can_run(expert_distribution_recorder_mode="stat"))

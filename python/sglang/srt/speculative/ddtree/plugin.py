@@ -46,10 +46,16 @@ def _register_drafter_parts() -> None:
 
 def _register_checks() -> None:
     """Check the arguments before upstream does, and the models as soon as their configurations are known."""
+    from sglang.srt.arg_groups import lora_hook
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.speculative.ddtree.drafter import refuse_drafter
+    from sglang.srt.speculative.ddtree.lora import checking_as_dflash
     from sglang.srt.speculative.ddtree.server_args import refuse_asked_args, without_window_warning
+
+    lora_hook.check_lora_speculative_compatibility = checking_as_dflash(
+        lora_hook.check_lora_speculative_compatibility
+    )
 
     # Upstream's first step.
     @register_resolution_hook("handle_deprecated_dp_attention")

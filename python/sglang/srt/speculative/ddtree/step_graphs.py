@@ -202,7 +202,7 @@ class StepGraphs:
         return all(bs <= runner.decode_cuda_graph_runner.max_bs for runner in runners)
 
     def _is_complete(self, runner: ModelRunner) -> bool:
-        """Return whether we give all inputs of a runner's graphs, and nothing on the host watches its forwards."""
+        """Return whether we give all inputs of a runner's graphs, and the host has no part in its forwards."""
         graphs = runner.decode_cuda_graph_runner
         if not isinstance(graphs, DecodeCudaGraphRunner):  # without graphs it is upstream's EagerRunner
             return False
@@ -212,6 +212,8 @@ class StepGraphs:
             return False
         if runner is self.draft_runner and runner.model_config.model_is_mrope:
             return False  # write_block() does not add the deltas
+        if runner.lora_manager is not None:
+            return False  # it prepares the adapters of each batch on the host
         watched = runner.canary_manager or runner.eplb_manager or runner.msprobe_debugger
         moe = get_exec().moe
         watched = watched or moe.expert_distribution_recorder_mode or moe.elastic_ep_backend

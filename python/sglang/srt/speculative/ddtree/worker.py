@@ -294,7 +294,7 @@ class DDTreeWorker(DFlashWorkerV2):
         if isinstance(self.model_runner.decode_cuda_graph_runner, DecodeCudaGraphRunner):
             logger.warning(
                 "DDTREE: --speculative-ddtree-budget auto has no effect: every step verifies %d nodes, because the graphs of "
-                "this server's model cannot compute all of their inputs themselves.",
+                "this server cannot compute all of their inputs themselves.",
                 self.num_nodes,
             )
             return None
