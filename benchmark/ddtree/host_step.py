@@ -316,7 +316,8 @@ def fill_cache(engine: Engine, prompts: list[list[int]]) -> None:
     if scheduler.draft_worker is not None:
         runners.append(scheduler.draft_worker.draft_model_runner)
     for runner in runners:
-        for buffer in runner.token_to_kv_pool.k_buffer + runner.token_to_kv_pool.v_buffer:
+        pool = runner.token_to_kv_pool
+        for buffer in pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer + pool.v_buffer:
             buffer.normal_()
     allocator = scheduler.token_to_kv_pool_allocator
     for prompt in prompts:

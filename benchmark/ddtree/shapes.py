@@ -14,10 +14,15 @@ import torch
 from support.engine import Engine
 from transformers import Qwen3_5Config
 
+MLA = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 SHAPES = {
     # Llama-3.1-8B, and a drafter with five layers of the same width.
     "8b": dict(
         hidden=4096, inner=14336, heads=32, kv_heads=8, layers=32, vocabulary=128256, drafter_layers=5
+    ),
+    # The same with DeepSeek's MLA in place of GQA. All layers are dense.
+    "8b-mla": dict(
+        hidden=4096, inner=14336, heads=32, kv_heads=8, layers=32, vocabulary=128256, drafter_layers=5, mla=MLA
     ),
     # Qwen3.5-27B, whose text model is whole and whose vision tower has one layer. The drafter has heads of 128.
     "qwen3.5-27b": dict(
@@ -28,6 +33,9 @@ SHAPES = {
         ),
     ),
     "tiny": dict(hidden=128, inner=256, heads=2, kv_heads=1, layers=3, vocabulary=512, drafter_layers=2),
+    "tiny-mla": dict(
+        hidden=128, inner=256, heads=2, kv_heads=1, layers=3, vocabulary=512, drafter_layers=2, mla=MLA
+    ),
     "tiny-qwen3.5": dict(
         hidden=128, inner=256, heads=2, kv_heads=1, layers=4, vocabulary=512, drafter_layers=2,
         gdn=dict(
@@ -50,6 +58,7 @@ def write_configs(
     vocabulary: int,
     drafter_layers: int,
     gdn: dict[str, int] | None = None,
+    mla: dict[str, int] | None = None,
 ) -> dict[str, str]:
     """Write the configs of a target and a drafter; return the engine arguments that name them.
 
@@ -57,6 +66,7 @@ def write_configs(
         folder: to write into.
         hidden, inner, heads, kv_heads, layers, vocabulary, drafter_layers: of both models.
         gdn: the target is a Qwen3.5 with these attention and GDN heads. Three of four layers are GDN layers.
+        mla: the target is a DeepSeek-V2 with heads of these sizes.
     """
     common = dict(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads,
@@ -73,6 +83,16 @@ def write_configs(
     for name, config in (("target", target), ("drafter", drafter)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(common | config))
+    if mla is not None:
+        target = dict(
+            architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", num_hidden_layers=layers,
+            num_key_value_heads=heads, head_dim=mla["qk_rope_head_dim"], q_lora_rank=None, first_k_dense_replace=layers, moe_layer_freq=1, n_routed_experts=4,
+            n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=64, n_group=1, topk_group=1,
+            topk_method="greedy", scoring_func="softmax",
+            rope_scaling=dict(type="yarn", rope_type="yarn", factor=2.0, original_max_position_embeddings=65536, beta_fast=32,
+                              beta_slow=1, mscale=1.0, mscale_all_dim=1.0),
+        )  # fmt: skip
+        (folder / "target" / "config.json").write_text(json.dumps(common | target | mla))
     if gdn is not None:
         config = Qwen3_5Config(
             text_config=common

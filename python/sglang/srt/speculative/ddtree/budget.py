@@ -194,13 +194,16 @@ class StepCosts:
         """Return the expected times of steps of all widths."""
         kind, of_others = self.kind(load), 0.0
         found = []
+        hosts: dict[int, float] = {}  # by calls
         for width in self.widths:
             if (kind, width) in self._ratios:
                 ratio = self._ratios[kind, width].value
             else:
                 ratio = of_others = of_others or self._ratio_of_others(kind)
-            host = self._host(kind, load.calls(width))
-            found.append(max(self._from_table(load, kind[0], width) * ratio, host))
+            calls = load.calls(width)
+            if calls not in hosts:
+                hosts[calls] = self._host(kind, calls)
+            found.append(max(self._from_table(load, kind[0], width) * ratio, hosts[calls]))
         return found
 
     def _from_table(self, load: Load, bs: int, width: int) -> float:
