@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import ast
 import datetime
+import gc
 import json
 import math
 import multiprocessing
@@ -389,7 +390,7 @@ class Measurement:
 
             stand_in = StandIn(engine, dict(zip(options.temperatures, options.acceptance, strict=True)))
         watch(engine.scheduler, stages)
-        cpus = Cpus(options.cpus)
+        cpus, frozen = Cpus(options.cpus), 0
         for i, name, of_row in [(i, *row) for i, of_round in enumerate(batches) for row in of_round.items()]:
             try:
                 ready.wait(START_SECONDS)
@@ -397,6 +398,10 @@ class Measurement:
                 pass  # another engine did not start
             if i > 0 and stop.is_set():
                 break
+            if i > frozen:  # upstream does so after its warm-up
+                gc.collect()
+                gc.freeze()
+                frozen = len(batches)
             with turn:
                 if i == 0:
                     self._warm_up(engine, widths, stand_in, of_row, options)
