@@ -9,7 +9,15 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 from support.adapters import WithAdapters, write_adapters
 from support.cases import DDTreeCase
-from support.jobs import answer_twice, exhaust_grammar, fill_context, greedy, sample, stop_everywhere
+from support.jobs import (
+    answer_twice,
+    continue_sessions,
+    exhaust_grammar,
+    fill_context,
+    greedy,
+    sample,
+    stop_everywhere,
+)
 from support.models import text_of, write_models
 from support.penalties import PenaltyChecks
 from support.processes import run_engine, run_ranks
@@ -273,6 +281,21 @@ class TestAdapters(DDTreeCase):
             with self.subTest(budget=budget):
                 outputs = run_engine(tree | dict(speculative_ddtree_budget=budget), WithAdapters()).outputs
                 self.assertEqual(outputs, plain.outputs)
+
+
+class TestSessions(DDTreeCase):
+    def check(self, streaming, **arguments):
+        plain, _, _ = run_engine(self.plain | arguments, continue_sessions, streaming)
+        found, inside, leaked = run_engine(self.tree | arguments, continue_sessions, streaming)
+        self.assertEqual(found, plain)
+        self.assertEqual(leaked, 0, "KV slots leaked")
+        self.assertGreater(inside, 3, "few answers stopped inside their last path")
+
+    def test_turns_go_on_after_the_stop(self):
+        self.check(streaming=False)
+
+    def test_turns_go_on_from_kv_that_is_kept(self):
+        self.check(streaming=True, enable_streaming_session=True)
 
 
 class TestPenalties(PenaltyChecks, DDTreeCase):

@@ -91,7 +91,8 @@ class Engine:
 
         Args:
             prompt: token ids.
-            options: sampling parameters, the request's options for log-probabilities, and the id of its adapter.
+            options: sampling parameters, the request's options for log-probabilities, the id of its adapter, and
+                its session.
 
         Returns:
             The request, which finish() completes.
@@ -101,7 +102,8 @@ class Engine:
 
         self._submitted += 1
         defaults = dict(
-            return_logprob=False, top_logprobs_num=0, logprob_start_len=-1, token_ids_logprob=None, lora_id=None
+            return_logprob=False, top_logprobs_num=0, logprob_start_len=-1, token_ids_logprob=None, lora_id=None,
+            session_params=None,
         )  # fmt: skip
         fields = {name: options.pop(name, default) for name, default in defaults.items()}
         params = SamplingParams(**options)

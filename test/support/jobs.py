@@ -99,3 +99,34 @@ def stop_everywhere(engine: Engine) -> tuple[list[tuple[dict[str, Any], list[int
     reasons = [request.finished_reason.to_json() for request in requests]
     inside = sum(len(request.output_ids) > len(output) for request, output in zip(requests, outputs))
     return list(zip(every, outputs, reasons)), inside
+
+
+def continue_sessions(engine: Engine, streaming: bool) -> tuple[list[list[list[int]]], int, int]:
+    """Answer four turns of a session for each of PROMPTS. A turn appends to the last one's answer.
+
+    Returns:
+        The answers by prompt, how many of them ended before their last step did, and the KV slots that leaked.
+    """
+    from sglang.srt.managers.io_struct import CloseSessionReqInput, OpenSessionReqInput, SessionParams
+
+    sessions, found, inside = engine.scheduler.session_controller, [], 0
+    free = engine.free_slots()
+    for i, prompt in enumerate(PROMPTS):
+        sessions.open(OpenSessionReqInput(capacity_of_str_len=4096, session_id=f"s{i}", streaming=streaming))
+        answers, last = [], None
+        for turn in range(4):
+            request = engine.submit(
+                [3 + turn, 9] if turn else prompt,
+                session_params=SessionParams(id=f"s{i}", rid=last),
+                temperature=0,
+                max_new_tokens=20,
+                stop_token_ids=[4 + i, 5 + i],
+            )
+            emitted = request.output_ids
+            engine.finish([request])
+            last = None if streaming else request.rid
+            answers.append(list(request.output_ids_through_stop))
+            inside += len(emitted) > len(answers[-1])
+        sessions.close(CloseSessionReqInput(session_id=f"s{i}"))
+        found.append(answers)
+    return found, inside, free - engine.free_slots()

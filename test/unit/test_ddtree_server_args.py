@@ -13,7 +13,7 @@ from sglang.srt.arg_groups import lora_hook
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.runtime_context import get_spec, override_platform, publish
 from sglang.srt.server_args import ServerArgs, prepare_server_args
-from sglang.srt.speculative.ddtree import server_args
+from sglang.srt.speculative.ddtree import server_args, target
 from sglang.test.ci.ci_register import register_cpu_ci
 from support.ddtree_arguments import DRAFTER, MODEL, ArgumentsCase
 
@@ -234,6 +234,14 @@ class TestRefusals(ArgumentsCase):
         ):
             with self.subTest(flag):
                 self.refused(f"--{flag.replace('_', '-')}: expected", **{flag: value})
+
+    def test_streaming_sessions_with_recurrent_layers(self):
+        self.resolve(enable_streaming_session=True)
+        with (
+            patch.object(target, "mambaish_config", lambda config: config),
+            patch.object(target, "kind_gaps", lambda config: []),
+        ):
+            self.refused("--enable-streaming-session: expected", enable_streaming_session=True)
 
     def test_a_draft_window_without_upstreams_warning(self):
         name = "sglang.srt.arg_groups.speculative_hook"

@@ -118,13 +118,13 @@ def state_bytes(config: ModelConfig, tp_size: int) -> int:
 
 
 def refuse_target(args: ServerArgs) -> None:
-    """Refuse a target whose configuration says that it keeps data per token that DDTREE cannot commit.
+    """Refuse a target whose configuration says that it keeps data that DDTREE cannot commit or take back.
 
     Args:
         args: the server's arguments.
 
     Raises:
-        ArgumentRefused: names the target, what was expected and what was given.
+        ArgumentRefused: names the argument, what was expected and what was given.
     """
     config = model_config_of(args)
     prefix = f"DDTREE: {TARGET_FLAG}: {args.model_path}: expected"
@@ -133,8 +133,15 @@ def refuse_target(args: ServerArgs) -> None:
             f"{prefix} layers that keep one row of K and V per token, got {kind}: its other data per token would "
             "not move with the accepted KV."
         )
-    if mambaish_config(config) is not None and (gaps := kind_gaps(config)):
+    if mambaish_config(config) is None:
+        return
+    if gaps := kind_gaps(config):
         raise ArgumentRefused(f"{prefix} recurrent layers that the tree ops cover, got {gaps[0]}.")
+    if args.enable_streaming_session:
+        raise ArgumentRefused(
+            "DDTREE: --enable-streaming-session: expected no value for a target with recurrent layers, got True: a state "
+            "cannot go back to a stop inside a step. Leave it out, or serve without DDTREE."
+        )
 
 
 def _sparse_kind(config: ModelConfig) -> str | None:

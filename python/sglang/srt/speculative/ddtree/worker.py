@@ -32,6 +32,7 @@ from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates, recur
 from sglang.srt.speculative.ddtree.sampling import constrain, nodes_per_call, target_tokens
 from sglang.srt.speculative.ddtree.seeds import follow_seeds, seeded
 from sglang.srt.speculative.ddtree.server_args import AUTO_BUDGET
+from sglang.srt.speculative.ddtree.sessions import repair_sessions
 from sglang.srt.speculative.ddtree.step_costs import step_costs
 from sglang.srt.speculative.ddtree.step_graphs import StepGraphs
 from sglang.srt.speculative.ddtree.target import input_embedding, offer_capture
@@ -92,6 +93,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self._refuse_models()
         refuse_updates(self.draft_model)
         follow_seeds(self.model_runner.sampler)
+        repair_sessions()
         offer_capture(self.model_runner.model)
         self.recurrent = RecurrentStates.of(self.model_runner, self.num_nodes)
         if self.model_runner.sliding_window_size is None:

@@ -1,0 +1,38 @@
+"""Lets a session go on where the last answer ended, and from KV that has been computed.
+
+A step may decode past a stop, and the last token of an answer may have no KV yet. Upstream (0.5.23) takes both for a part
+of a session.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.session.streaming_session import StreamingSession
+
+
+def repair_sessions() -> None:
+    """Repair the sessions of this process."""
+    from sglang.srt.session.session_controller import Session
+    from sglang.srt.session.streaming_session import StreamingSession
+
+    concatenate, keep = Session._concat_token_arrays, StreamingSession.try_cache_finished_req
+
+    def without_the_rest(last: Req, *turn: Any) -> Any:
+        """Give a turn of a session without streaming the last answer through its stop, and no more."""
+        del last.output_ids[len(last.output_ids_through_stop) :]
+        return concatenate(last, *turn)
+
+    def keep_what_is_computed(sessions: StreamingSession, req: Req) -> bool:
+        """Keep a finished request's KV for the next turn. Upstream also counts the last token, whose slot is reserved."""
+        computed = req.kv.kv_committed_len
+        is_kept = keep(sessions, req)
+        if is_kept:
+            kv = sessions.slots[req.session.session_id].kv
+            kv.kv_committed_len = min(kv.kv_committed_len, computed)
+        return is_kept
+
+    Session._concat_token_arrays = staticmethod(without_the_rest)
+    StreamingSession.try_cache_finished_req = keep_what_is_computed
