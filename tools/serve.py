@@ -10,6 +10,7 @@ stops after checking the arguments, needs no .venv, and is what `make serve` doe
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -116,10 +118,14 @@ def answers(url: str) -> bool:
 
 def hint(url: str, model_name: str) -> str:
     """Return a line to paste that asks the server something."""
-    return (
-        f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' "
-        f'-d \'{{"model": "{model_name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}\''
-    )
+    request = {
+        "model": model_name,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 256,  # a small model that samples may never end its answer
+        "temperature": 0,
+    }
+    header = "-H 'Content-Type: application/json'"
+    return f"curl -s {url}/v1/chat/completions {header} -d {shlex.quote(json.dumps(request))}"
 
 
 def is_given(flag: str, further: list[str]) -> bool:
@@ -199,6 +205,8 @@ class Output:
 def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
     """Run the server until it ends or a signal asks it to.
 
+    The first SIGINT, SIGTERM or SIGHUP lets the server finish its running requests. A second one kills it.
+
     Args:
         model: folder or hub name; None serves the demo model.
         host: the address to listen at.
@@ -206,7 +214,7 @@ def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
         further: flags of sglang.launch_server.
 
     Returns:
-        The server's exit status; 0 after SIGINT or SIGTERM.
+        The server's exit status; 0 after such a signal.
 
     Raises:
         ToolError: the demo model could not be prepared.
@@ -219,17 +227,21 @@ def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
             "Lines that need no action are hidden; ARGS='--log-level debug' shows the whole log.", flush=True
         )
     pipe = subprocess.PIPE if quiet else None
-    server = subprocess.Popen(command, stdout=pipe, stderr=pipe)
+    # In a process group of its own. Otherwise Ctrl-C would also reach each process of the server, and end it with a traceback.
+    server = subprocess.Popen(command, stdout=pipe, stderr=pipe, process_group=0)
     output = Output(server) if quiet else None
     asked_to_stop = False
 
     def stop(signum: int, frame: FrameType | None) -> None:
         nonlocal asked_to_stop
+        if asked_to_stop:
+            with suppress(ProcessLookupError):  # it has ended
+                os.killpg(server.pid, signal.SIGKILL)
         asked_to_stop = True
         server.send_signal(signal.SIGTERM)
 
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, stop)
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
     started = time.monotonic()
@@ -237,7 +249,8 @@ def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
         time.sleep(1)
     if server.poll() is None and not asked_to_stop:
         print(
-            f"\nReady after {time.monotonic() - started:.0f} s. Ask it (Ctrl-C stops it):\n{hint(url, model_name)}\n",
+            f"\nReady after {time.monotonic() - started:.0f} s. "
+            f"Ask it (Ctrl-C stops it, a second Ctrl-C at once):\n{hint(url, model_name)}\n",
             flush=True,
         )
     status = server.wait()

@@ -33,9 +33,14 @@ from tools.upstream import ROOT, Pins
 register_cpu_ci(est_time=20, suite="unit")
 
 Usage = namedtuple("Usage", "total used free")
-# A server that reports itself healthy. Its arguments: the port, and lines to print first.
-HEALTHY = """
-import http.server, sys
+BUSY = "busy"
+# A server that reports itself healthy. Its arguments: the port, and lines to print first. If BUSY is one of them, it
+# ignores SIGTERM and ends after a minute.
+HEALTHY = f"""
+import http.server, signal, sys
+if {BUSY!r} in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.alarm(60)
 print(*sys.argv[2:], sep="\\n", flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -417,19 +422,26 @@ class TestServe(CustomTestCase):
         serve.check_model("Qwen/Qwen3-8B")
         serve.check_model("s3://bucket/folder/model")
 
-    def run_server(self, *further):
-        """Run a server that prints NOISE, press Ctrl-C when it is ready; return (command, port, output)."""
+    def run_server(self, *further, line="kept", times=1):
+        """Run a server that prints NOISE and a line, and press Ctrl-C when it is ready.
+
+        Returns:
+            (command, port, output). `self.server` is the process.
+        """
         port, started, handlers = free_port(), [], {}
         popen = subprocess.Popen
 
-        def start(command, **pipes):
+        def start(command, **options):
             started.append(command)
-            return popen([sys.executable, "-c", HEALTHY, str(port), *NOISE, "kept"], **pipes)
+            self.server = popen([sys.executable, "-c", HEALTHY, str(port), *NOISE, line], **options)
+            self.assertEqual(os.getpgid(self.server.pid), self.server.pid)
+            return self.server
 
         class Said(io.TextIOWrapper):
             def write(self, text):
-                if "Ask it" in text:  # then Ctrl-C
-                    handlers[signal.SIGINT](signal.SIGINT, None)
+                if "Ask it" in text:
+                    for _ in range(times):
+                        handlers[signal.SIGINT](signal.SIGINT, None)
                 return super().write(text)
 
         with (
@@ -439,6 +451,12 @@ class TestServe(CustomTestCase):
         ):
             self.assertEqual(serve.serve("owner/model", "127.0.0.1", port, list(further)), 0)
         return started[0], port, said.buffer.getvalue().decode()
+
+    def test_a_second_signal_kills_a_server_that_is_still_busy(self):
+        self.run_server()
+        self.assertEqual(self.server.returncode, -signal.SIGTERM)
+        self.run_server(line=BUSY, times=2)
+        self.assertEqual(self.server.returncode, -signal.SIGKILL)
 
     def test_it_says_how_to_ask_once_the_server_answers(self):
         command, port, said = self.run_server("--tp-size", "2")
