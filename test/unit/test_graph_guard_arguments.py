@@ -2,20 +2,32 @@
 
 import argparse
 import sys
+import tempfile
 import unittest
+from importlib.metadata import entry_points
 from types import SimpleNamespace
 from unittest import mock
 
+from sglang.srt.arg_groups.argument_refused import ArgumentRefused
 from sglang.srt.model_executor import graph_guard
+from sglang.srt.model_executor.graph_guard import arguments
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
+from support.ddtree_arguments import ArgumentsCase
 
-register_cpu_ci(est_time=12, suite="unit")
+register_cpu_ci(est_time=25, suite="unit")
+
+
+OFF = {"debug_graph_races": None, "debug_graph_diff": None, "debug_graph_canary": None}
 
 
 def flags(**values):
-    off = {"debug_graph_races": None, "debug_graph_diff": None, "debug_graph_canary": None}
-    return SimpleNamespace(graph=SimpleNamespace(**{**off, **values}))
+    return SimpleNamespace(graph=SimpleNamespace(**{**OFF, **values}))
+
+
+def server_args(**values):
+    usual = {"enable_hierarchical_cache": False, "enable_hisparse": False, "disaggregation_mode": "null"}
+    return SimpleNamespace(**{"device": "cuda", **OFF, **usual, **values})
 
 
 class ArgumentsTest(unittest.TestCase):
@@ -107,23 +119,67 @@ class ArgumentsTest(unittest.TestCase):
                 forward = lambda: None  # noqa: E731
                 self.assertIs(graph_guard.guard_capture(forward, object(), 4), forward)
 
-    def test_canary_refuses_features_that_fill_pools_in_other_ways(self):
-        usual = {"enable_hierarchical_cache": False, "enable_hisparse": False, "disaggregation_mode": "null"}
+    def test_the_canary_checks_its_arguments_also_without_the_plugin(self):
         backend = SimpleNamespace(model_runner=SimpleNamespace())
-        for other in (
-            {"enable_hierarchical_cache": True},
-            {"enable_hisparse": True},
-            {"disaggregation_mode": "decode"},
+        with (
+            mock.patch("sglang.srt.runtime_context.get_exec", lambda: flags(debug_graph_canary=0)),
+            mock.patch("sglang.srt.runtime_context.get_server_args", server_args),
+            self.assertRaisesRegex(ArgumentRefused, "--debug-graph-canary: expected 1 or more, got 0"),
         ):
-            args = SimpleNamespace(**{**usual, **other})
-            with (
-                mock.patch("sglang.srt.runtime_context.get_exec", lambda: flags(debug_graph_canary=4)),
-                mock.patch("sglang.srt.runtime_context.get_server_args", lambda args=args: args),
-                self.assertRaisesRegex(
-                    ValueError, "--debug-graph-canary can't be used with --enable-hierarchical-cache"
-                ),
-            ):
-                graph_guard.guard_capture(lambda: None, backend, 4)
+            graph_guard.guard_capture(lambda: None, backend, 4)
+
+
+class RefusalsTest(ArgumentsCase):
+    def refused(self, **values):
+        """Return why a server with these arguments is refused."""
+        with self.assertRaises(ArgumentRefused) as caught:
+            arguments.refuse_server_args(server_args(**values))
+        return str(caught.exception)
+
+    def test_what_is_served(self):
+        arguments.refuse_server_args(server_args())
+        arguments.refuse_server_args(server_args(device="cpu"))
+        with tempfile.TemporaryDirectory() as folder:
+            arguments.refuse_server_args(
+                server_args(
+                    debug_graph_races=f"{folder}/r.json", debug_graph_diff="layers", debug_graph_canary=1
+                )
+            )
+
+    def test_a_device_without_cuda_graphs(self):
+        for field, value in (
+            ("debug_graph_races", "r.json"), ("debug_graph_diff", "layers"), ("debug_graph_canary", 8),
+        ):  # fmt: skip
+            flag = "--" + field.replace("_", "-")
+            self.assertIn(
+                f"{flag}: --device: expected 'cuda', got 'cpu'", self.refused(device="cpu", **{field: value})
+            )
+
+    def test_values(self):
+        self.assertIn(
+            "a folder that exists, got '/nowhere/r.json'", self.refused(debug_graph_races="/nowhere/r.json")
+        )
+        self.assertIn(
+            "--debug-graph-diff: expected a regular expression, got '('", self.refused(debug_graph_diff="(")
+        )
+        self.assertIn("--debug-graph-canary: expected 1 or more, got -1", self.refused(debug_graph_canary=-1))
+
+    def test_the_canary_refuses_features_that_fill_pools_in_other_ways(self):
+        for field, value in (
+            ("enable_hierarchical_cache", True), ("enable_hisparse", True), ("disaggregation_mode", "decode"),
+        ):  # fmt: skip
+            said = self.refused(debug_graph_canary=4, **{field: value})
+            self.assertRegex(
+                said, f"--debug-graph-canary: --{field.replace('_', '-')}: expected .*, got {value!r}"
+            )
+
+    def test_they_are_checked_before_anything_is_loaded(self):
+        (found,) = entry_points(group="sglang.srt.plugins", name="graph_guard_arguments")
+        self.assertIs(found.load(), arguments.register)
+        with self.assertRaisesRegex(
+            ArgumentRefused, "--debug-graph-diff: --device: expected 'cuda', got 'cpu'"
+        ):
+            self.resolve(debug_graph_diff="layers")
 
 
 if __name__ == "__main__":

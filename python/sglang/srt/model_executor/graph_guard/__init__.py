@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.model_executor.graph_guard import stream_order
+from sglang.srt.model_executor.graph_guard.arguments import refuse_canary
 from sglang.srt.model_executor.graph_guard.host_reads import HostReadInCaptureError
 from sglang.srt.model_executor.graph_guard.stream_order import enabled, order_after_reads, order_dropped_join
 from sglang.srt.model_executor.graph_guard.stream_safe_capture import (
@@ -191,11 +192,6 @@ def _watch_pages(every: int, backend: Any) -> None:
     # Requests share the pools of the target model. A draft model has a small pool of its own.
     if "_page_canary" in vars(model_runner) or getattr(model_runner, "is_draft_worker", False):
         return
-    args = get_server_args()
-    if args.enable_hierarchical_cache or args.enable_hisparse or args.disaggregation_mode != "null":
-        raise ValueError(
-            "--debug-graph-canary can't be used with --enable-hierarchical-cache, --enable-hisparse or "
-            "--disaggregation-mode. They write pages outside a forward, or pages other than the forward's slots."
-        )
+    refuse_canary(every, get_server_args())
     model_runner._page_canary = PageCanary(watched_pools(model_runner.token_to_kv_pool), every)
     model_runner._page_canary.watch(model_runner)

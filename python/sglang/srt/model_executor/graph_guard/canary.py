@@ -234,14 +234,12 @@ class PageCanary:
 
     Args:
         pools: the pools to watch.
-        every: 1 checks every page in every step. n spreads a full check over n steps.
+        every: 1 or more. 1 checks every page in every step. n spreads a full check over n steps.
     Raises:
-        ValueError: ``pools`` is empty, or ``every`` is less than 1.
+        ValueError: ``pools`` is empty.
     """
 
     def __init__(self, pools: list[WatchedPool], every: int) -> None:
-        if every < 1:
-            raise ValueError(f"--debug-graph-canary: expected at least 1, got {every}.")
         if not pools:
             raise ValueError(
                 "--debug-graph-canary: expected a model with index-K or compressed pools (DSA models, DeepSeek-V4), "

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.graph_guard.arguments import diff_pattern
 from sglang.srt.model_executor.graph_guard.dispatch import GuardMode
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -129,7 +130,7 @@ class GraphDiff:
         tolerance: see ``difference``.
         capturing: tells whether the current stream is being captured. Tests replace it.
     Raises:
-        ValueError: ``pattern`` is not a valid regular expression.
+        ArgumentRefused: ``pattern`` is not a valid regular expression.
     """
 
     def __init__(
@@ -139,12 +140,7 @@ class GraphDiff:
         tolerance: float = 4.0,
         capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
     ) -> None:
-        try:
-            self._pattern = re.compile(pattern)
-        except re.error as e:
-            raise ValueError(
-                f"--debug-graph-diff: expected a regular expression, got {pattern!r}: {e}"
-            ) from e
+        self._pattern = diff_pattern(pattern)
         self._modules = (
             [(n, m) for n, m in model.named_modules() if n and self._pattern.search(n)] if model else []
         )

@@ -10,13 +10,11 @@ one draft pass) and K (--speculative-eagle-topk, the candidates per draft positi
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang.srt.arg_groups.argument_refused import ArgumentRefused
+from sglang.srt.arg_groups.argument_refused import ArgumentRefused, flag_of, refuse_file
 from sglang.srt.arg_groups.overrides import (
     attention_backends_of,
     model_config_of,
@@ -81,7 +79,7 @@ class Refusal(NamedTuple):
             return
         expected = " or ".join(repr(served) for served in self.served if served is not None) or "no value"
         raise ArgumentRefused(
-            f"DDTREE: {_flag(self.field)}: expected {expected}, got {value!r}: {self.reason}. Leave it out, "
+            f"DDTREE: {flag_of(self.field)}: expected {expected}, got {value!r}: {self.reason}. Leave it out, "
             "or serve without DDTREE."
         )
 
@@ -181,7 +179,7 @@ def asked_nodes(args: ServerArgs) -> int | None:
 
 
 def refuse_trace(path: str, dp_size: int) -> None:
-    """Refuse a trace file that cannot be written. It is not opened yet, because another argument may be refused.
+    """Refuse a trace file that cannot be written, or that several replicas would write.
 
     Args:
         path: of the file.
@@ -190,17 +188,11 @@ def refuse_trace(path: str, dp_size: int) -> None:
     Raises:
         ArgumentRefused: names the argument, what was expected and what was given.
     """
-    prefix = "DDTREE: --speculative-ddtree-trace: expected"
-    file = Path(path).absolute()
-    if not file.parent.is_dir():
-        raise ArgumentRefused(f"{prefix} a file in a folder that exists, got {path!r}.")
-    if file.is_dir():
-        raise ArgumentRefused(f"{prefix} a file, got the folder {path!r}.")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ArgumentRefused(f"{prefix} a file that this user may write, got {path!r}.")
+    argument = "DDTREE: --speculative-ddtree-trace"
+    refuse_file(argument, path)
     if dp_size > 1:
         raise ArgumentRefused(
-            f"{prefix} --dp-size 1, got {dp_size}: every replica would write the same file."
+            f"{argument}: expected --dp-size 1, got {dp_size}: every replica would write the same file."
         )
 
 
@@ -232,7 +224,7 @@ def refuse_own_args(args: ServerArgs) -> None:
         value = getattr(args, field)
         if value != default:
             raise ArgumentRefused(
-                f"DDTREE: {_flag(field)} {value!r}: expected --speculative-algorithm DDTREE, got "
+                f"DDTREE: {flag_of(field)} {value!r}: expected --speculative-algorithm DDTREE, got "
                 f"{args.speculative_algorithm!r}: the argument has no effect without DDTREE."
             )
 
@@ -321,7 +313,7 @@ def choose_attention_backends(args: ServerArgs) -> None:
     for value in (named or prefill, prefill):
         if value not in fit:
             raise ArgumentRefused(
-                f"DDTREE: {_flag(field)}: expected one of {list(fit)} on {device}, got {value!r}: "
+                f"DDTREE: {flag_of(field)}: expected one of {list(fit)} on {device}, got {value!r}: "
                 f"{UNFIT_BACKENDS.get(value, 'it is for another device or was never tried')}. Leave the "
                 f"argument out, or name {base}."
             )
@@ -503,8 +495,3 @@ def verify_memory(args: ServerArgs) -> float:
 def _device(args: ServerArgs) -> str:
     """Return the type of the device, without an index."""
     return args.device.split(":")[0]
-
-
-def _flag(field: str) -> str:
-    """Return the flag that sets a field of ServerArgs."""
-    return "--" + field.replace("_", "-")

@@ -10,7 +10,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from sglang.srt.arg_groups.arg_utils import A
-from sglang.srt.arg_groups.argument_refused import ArgumentRefused, show_refusals_without_traceback
+from sglang.srt.arg_groups.argument_refused import (
+    ArgumentRefused,
+    refuse_others,
+    show_refusals_without_traceback,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -81,12 +85,7 @@ def refuse_server_args(args: ServerArgs, hf_config: Any) -> None:
     """
     import torch
 
-    for field, served, reason in REFUSALS:
-        given = getattr(args, field)
-        if given != served:
-            raise ArgumentRefused(
-                f"{FLAG}: --{field.replace('_', '-')}: expected {served!r}, got {given!r}: {reason}."
-            )
+    refuse_others(FLAG, args, REFUSALS)
     if torch.version.hip:
         raise ArgumentRefused(f"{FLAG}: expected a CUDA build of torch, got ROCm {torch.version.hip}.")
     architectures = getattr(hf_config, "architectures", None) or []
