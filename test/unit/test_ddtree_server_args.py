@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 import tempfile
 import unittest
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from sglang.srt.arg_groups import lora_hook
+from sglang.srt.arg_groups.argument_refused import ArgumentRefused
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.runtime_context import get_spec, override_platform, publish
 from sglang.srt.server_args import ServerArgs, prepare_server_args
@@ -143,6 +145,13 @@ class TestRefusals(ArgumentsCase):
 
     def test_a_drafter_is_needed(self):
         self.refused("--speculative-draft-model-path", speculative_draft_model_path=None)
+
+    def test_the_wheel_of_the_tree_ops_is_needed(self):
+        with (
+            patch.dict(sys.modules, {"sgl_kernel.ddtree": None}),
+            self.assertRaisesRegex(ArgumentRefused, "sglang-kernel-ddtree.*pip install .* ./sgl-kernel"),
+        ):
+            self.resolve()
 
     def test_widths(self):
         self.refused(

@@ -131,6 +131,7 @@ def refuse_asked_args(args: ServerArgs) -> None:
     if (args.speculative_algorithm or "").upper() != "DDTREE":
         refuse_own_args(args)
         return
+    refuse_missing_ops()
     if args.speculative_draft_model_path is None:
         raise ArgumentRefused(
             "DDTREE: --speculative-draft-model-path: expected the path of a DFlash drafter, got none: DDTREE "
@@ -149,6 +150,21 @@ def refuse_asked_args(args: ServerArgs) -> None:
             f"{args.speculative_ddtree_verify!r}: the other modes verify trees of one width."
         )
     refuse_path(args)
+
+
+def refuse_missing_ops() -> None:
+    """Refuse DDTREE where the wheel of the tree ops is not installed. Upstream's dependencies do not include it.
+
+    Raises:
+        ArgumentRefused: says how to install it.
+    """
+    try:
+        import sgl_kernel.ddtree  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ArgumentRefused(
+            "DDTREE: --speculative-algorithm: expected an environment with the package sglang-kernel-ddtree, got one without "
+            f"it ({error}): build it as sgl-kernel/README.md says (pip install --no-build-isolation ./sgl-kernel)."
+        ) from error
 
 
 def asked_nodes(args: ServerArgs) -> int | None:
