@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 from support.deepseek_v4 import CUDA, VOCABULARY, Job, write_model
+from support.model_configs import MODELS
 from support.processes import EngineProcess
-from support.tiny_models import MODELS
 
 ROUNDS, REPLAYS = 9, 40
 STEPS = 8  # of the whole batch before the measurement

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from bench_graph_guard import capture_cost, origin, save, show_capture_cost
 from support.graph_guard import pool_bytes
-from support.tiny_models import run_one_batch, write_config
+from support.model_configs import run_one_batch, write_config
 
 FLAGS = (
     "--load-format dummy --attention-backend triton --sampling-backend pytorch --mem-fraction-static 0.2 "

@@ -14,7 +14,7 @@ import unittest
 from pathlib import Path
 
 from sglang.test.ci.ci_register import register_cuda_ci
-from support.tiny_models import MODELS, run_one_batch, write_config
+from support.model_configs import MODELS, run_one_batch, write_config
 
 register_cuda_ci(est_time=90, suite="gpu")
 

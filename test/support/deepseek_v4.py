@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from support.engine import Engine
+from support.model_configs import MODELS, write_config
 from support.processes import EngineProcess
-from support.tiny_models import MODELS, write_config
 
 INSTRUMENTS = "sglang.srt.model_executor.graph_guard"  # the logger that they report to
 KEYS = ("auto", "bf16")  # --dsv4-index-k-dtype

@@ -19,7 +19,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
-from support.tiny_models import MODELS, write_config
+from support.model_configs import MODELS, write_config
 
 register_cpu_ci(est_time=20, suite="unit")
 
