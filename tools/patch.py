@@ -163,7 +163,7 @@ def merge(source: bytes, patches: list[Patch], path: str) -> tuple[bytes, dict[s
 
     Args:
         source: the content of the upstream file.
-        patches: in series order.
+        patches: the patches, in series order.
         path: the file's path inside the wheel.
 
     Returns:

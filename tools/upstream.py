@@ -103,7 +103,7 @@ class Pins:
         """Return the listed wheel.
 
         Args:
-            version: of SGLang; default: the pin.
+            version: the release of SGLang; by default, the pinned one.
             python: the interpreter's tag, e.g. cp311; default: the running one.
 
         Raises:

@@ -69,9 +69,9 @@ def speed(case: str, seconds: list[float], answers: list[dict], plain_seconds: l
     """Return the fields of a case's row that say how fast it was.
 
     Args:
-        case: of the row.
-        seconds: of each prompt.
-        answers: to each prompt.
+        case: the case that the row is about.
+        seconds: the time of each prompt.
+        answers: the answer to each prompt.
         plain_seconds: plain decoding's, or empty.
     """
     made = sum(a["meta_info"]["completion_tokens"] for a in answers)

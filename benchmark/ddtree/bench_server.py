@@ -170,7 +170,7 @@ def measure_in_turn(
         args: the arguments of the command line.
         servers: by case.
         prompts: token ids.
-        result: of the results file. It gets the rows.
+        result: the contents of the results file, to which the rows are added.
 
     Returns:
         The outputs of each case's last round.

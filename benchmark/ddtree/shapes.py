@@ -63,7 +63,7 @@ def write_configs(
     """Write the configs of a target and a drafter; return the engine arguments that name them.
 
     Args:
-        folder: to write into.
+        folder: the folder to write into.
         hidden, inner, heads, kv_heads, layers, vocabulary, drafter_layers: of both models.
         gdn: the target is a Qwen3.5 with these attention and GDN heads. Three of four layers are GDN layers.
         mla: the target is a DeepSeek-V2 with heads of these sizes.

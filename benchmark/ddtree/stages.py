@@ -160,7 +160,7 @@ def read_trace(path: Path, skip: int) -> dict:
     """Launches and device time of each stage, out of a trace whose stages are annotations.
 
     Args:
-        path: of a Chrome trace that torch's profiler has written while `Stages.profiling` was on.
+        path: the file of a Chrome trace that torch's profiler has written while `Stages.profiling` was on.
         skip: steps to leave out at the beginning.
 
     Returns:

@@ -83,7 +83,7 @@ class Scaled(nn.Module):
     Args:
         rows, columns: the matrix's shape.
         scale: number or [columns], size of the true entries.
-        spread: of the first entries, in units of `scale`.
+        spread: the spread of the first entries, in units of `scale`.
     """
 
     def __init__(self, rows: int, columns: int, scale, spread: float = 1.0):
@@ -110,7 +110,7 @@ class TokenTable(nn.Module):
         tokens: [rows, hidden] embeddings of unit size, or None for a table without a map.
         free: size of the free part's steps, relative to the map's; 0 for none.
         mean: the constant.
-        spread: of the first entries.
+        spread: the spread of the first entries.
     """
 
     def __init__(self, rows: int, columns: int, tokens, free: float, mean: float = 0.0, spread: float = 1.0):
@@ -172,9 +172,9 @@ class Selector(PathHead):
     """score(c | p) = logit[c] + sum_r A[p, r] (P h)[r] B[c, r], with p the token before c.
 
     Args:
-        vocab_size: of the target.
+        vocab_size: the vocabulary of the target.
         hidden: width of the drafter.
-        rank: of the tables A (predecessors) and B (successors).
+        rank: the rank of the tables A (predecessors) and B (successors).
         hidden_rms: size of the drafter's hidden states, for the first weights.
         tokens, free: TokenTable's.
     """
@@ -242,8 +242,8 @@ class Domino(PathHead):
 
     Args:
         embed: [vocabulary, hidden], the target's embedding.
-        width: of the GRU.
-        rank: of the correction.
+        width: the width of the GRU.
+        rank: the rank of the correction.
         hidden_rms: size of the drafter's hidden states, for the first weights.
         tokens, free: TokenTable's.
     """
@@ -350,7 +350,7 @@ def save(head: PathHead, k: int, drafter: Path, folder: Path) -> None:
         head: trained on `drafter`.
         k: candidates per position.
         drafter: folder of the frozen drafter.
-        folder: to write.
+        folder: the folder to write.
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_file(head.tensors(), folder / HEAD_WEIGHTS, metadata={"format": "pt"})

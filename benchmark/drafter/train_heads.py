@@ -165,7 +165,7 @@ def first_choice(head: PathHead | None, lattice: Lattice, rows: int = 4096) -> l
 
     Args:
         head: None is the plain drafter.
-        lattice: of its positions count those whose prefix is within the candidates.
+        lattice: the positions. Only those whose prefix is within the candidates count.
     """
     right, count = 0.0, 0.0
     for part in (lattice[i : i + rows] for i in range(0, len(lattice), rows)):
@@ -233,9 +233,9 @@ def best_fit(
     Args:
         make: the untrained head, for a size of the tables' free part.
         lattice, valid: drafts to learn from and to choose by.
-        recipe: of the run.
+        recipe: the recipe of the run.
         settings: pairs of a learning rate and a size of the free part.
-        steps: of each training.
+        steps: the number of steps of each training.
         late: says when no further setting is begun.
 
     Returns:

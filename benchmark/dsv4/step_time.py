@@ -51,7 +51,7 @@ class Steps(Job):
     It is called with a barrier for both engines, by which they take turns, and with whether this engine is the first.
 
     Args:
-        tokens: of each prompt.
+        tokens: the number of tokens of each prompt.
         batches: the batch sizes, in rising order.
     """
 

@@ -127,7 +127,7 @@ def capture_cost(seconds, memory):
     """What the guard costs at capture.
 
     Args:
-        seconds: of each capture, by whether the guard was on. Captures of one index are a pair.
+        seconds: the time of each capture, by whether the guard was on. Captures of one index are a pair.
         memory: bytes of the graph pool, by whether the guard was on.
 
     Returns:

@@ -12,7 +12,7 @@ def place(values: torch.Tensor, *, strided: bool, dim: int, device: str) -> torc
         values: [rows, ...].
         strided: leave gaps, which hold NaN or, for integers, -1: an op that reads a gap gives a wrong result.
         dim: 0 puts a gap after every row, 1 puts eight columns before and after.
-        device: of the result.
+        device: the device of the result.
 
     Returns:
         A tensor of the same values. If strided, it is not contiguous.

@@ -29,7 +29,7 @@ def count_reasoning(engine, start_ids):
     """Answer one prompt under many stops. It reasons up to the eighth token of its free answer.
 
     Args:
-        engine: of either kind.
+        engine: an engine of either kind.
         start_ids: the tag with which the model opens its reasoning. None: the prompt has opened it.
 
     Returns:

@@ -33,7 +33,7 @@ class WindowedLlama:
     See watch_window_slots(): a read of a freed slot would spread NaN.
 
     Args:
-        job: to run.
+        job: the job to run.
         shared: layer 2 has no K and V, and reads those of layer 0, as in YOCO and Gemma 4.
 
     Returns:
@@ -75,7 +75,7 @@ def watch_window_slots(allocator):
     Otherwise a token would have the same slot in both pools for a long time.
 
     Args:
-        allocator: of an engine without requests.
+        allocator: the allocator of an engine without requests.
 
     Returns:
         The growing list of how many slots have been freed.

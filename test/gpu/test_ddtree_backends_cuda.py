@@ -23,7 +23,7 @@ class Case(NamedTuple):
     Attributes:
         backend: --attention-backend.
         prefill: class of the prefill half.
-        arguments: of the engine.
+        arguments: the arguments of the engine.
         variant: the model and its KV cache. Each variant has a judge.
         least_accepted: accepted draft tokens, at least.
     """
@@ -98,7 +98,7 @@ class PrefillChecks:
     """Test methods for a unittest.TestCase: the cases of some backends, all engines at once.
 
     Attributes:
-        backends: whose cases run.
+        backends: the backends whose cases run.
     """
 
     backends = ()

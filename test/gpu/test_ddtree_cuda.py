@@ -81,7 +81,7 @@ class Results:
     """Methods of a unittest.TestCase.
 
     Attributes:
-        results: of run_and_judge().
+        results: what run_and_judge() returned.
     """
 
     def result(self, name):

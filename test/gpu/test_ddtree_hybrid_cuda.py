@@ -98,7 +98,7 @@ class HybridCase(unittest.TestCase):
 
     Attributes:
         write: writes the target.
-        arguments: of all engines, in addition to ARGUMENTS.
+        arguments: the arguments of all engines, in addition to ARGUMENTS.
         engines: by name: arguments of the engine and its job.
     """
 
@@ -142,7 +142,8 @@ class StepChecks:
     """Test methods for a HybridCase.
 
     Attributes:
-        largest_difference: between a layer's outputs and those of upstream's verify, both in bfloat16.
+        largest_difference: the largest difference between a layer's outputs and those of upstream's verify, both in
+            bfloat16.
     """
 
     largest_difference = 0.1

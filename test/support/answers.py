@@ -32,9 +32,9 @@ def assert_same_noise(
     Args:
         case: the test case, for its assertions.
         name: name of the engine.
-        found: of the engine, support.cuda.decoding_noise().
-        plain: of plain decoding.
-        factor: between both, at most.
+        found: what support.cuda.decoding_noise() returned for the engine.
+        plain: the same for plain decoding.
+        factor: the largest factor between both that is allowed.
     """
     levels = torch.tensor([0.5, 0.9], dtype=torch.float64)
     of_found, of_plain = (

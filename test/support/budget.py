@@ -13,7 +13,7 @@ class Auto:
     """Runs a job on an engine with the budget auto.
 
     Args:
-        job: to run.
+        job: the job to run.
         cycle: whether each step takes another width than the step before, in place of the budget's choices.
     """
 

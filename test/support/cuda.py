@@ -120,7 +120,7 @@ def run_and_judge(
     """Run engines. Each plain engine judges the answers of its tree engines.
 
     Args:
-        folder: for the answers.
+        folder: the folder for the answers.
         plains: arguments of the plain engines by name.
         trees: by name: the plain engine that judges, the engine's arguments and its job, whose result starts
             with a Greedy.

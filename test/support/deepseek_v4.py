@@ -203,7 +203,7 @@ class Answers(Job):
     Args:
         tokens: by batch size, how many tokens each answer has.
         each_turn: called with the engine at each turn of its event loop.
-        options: of Job.
+        options: the options of Job.
     """
 
     def __init__(

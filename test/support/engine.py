@@ -165,7 +165,7 @@ class Engine:
         Args:
             prompts: token ids.
             outputs: an answer to each prompt, from any engine.
-            lora_ids: of the prompts' adapters.
+            lora_ids: the ids of the prompts' adapters.
 
         Returns:
             For each output: [tokens, vocabulary] float64.
@@ -192,7 +192,7 @@ class Engine:
         Args:
             prompts: token ids.
             outputs: an answer to each prompt, from any engine.
-            lora_ids: of the prompts' adapters.
+            lora_ids: the ids of the prompts' adapters.
 
         Returns:
             For each token of each output, the first choice's logit minus the token's. 0 means that the token

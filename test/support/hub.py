@@ -17,7 +17,7 @@ class FakeHub:
     Attributes:
         asked: the paths that were asked for.
         cache: the mock of try_to_load_from_cache().
-        url: of the hub.
+        url: the address of the hub.
     """
 
     SIZE = 12345

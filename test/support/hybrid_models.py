@@ -58,7 +58,7 @@ def write_qwen3_next(
 
     Args:
         folder: folder to create.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         d: head size of the GDN layers.
         shared_expert: the layers also have a shared expert, as the real model's. Upstream runs it on a GPU only.
         vocabulary: number of tokens.
@@ -85,7 +85,7 @@ def write_qwen3_5(
 
     Args:
         folder: folder to create.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         d: head size of the GDN layers.
         experts: the layers have experts. Upstream runs Qwen3.5's on a GPU only.
         seed: seed of the weights.
@@ -114,7 +114,7 @@ def write_nemotron_h(folder: Path, *, dtype: str = "float32", d: int = 64, seed:
 
     Args:
         folder: folder to create.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         d: state size of the Mamba2 layers. Their head size is 64.
         seed: seed of the weights.
 
@@ -143,7 +143,7 @@ def write_lfm2(folder: Path, *, dtype: str = "float32", d: int = 64, seed: int =
 
     Args:
         folder: folder to create.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         d: not used: a short convolution has no heads.
         seed: seed of the weights.
 
@@ -165,7 +165,7 @@ def write_kimi_linear(folder: Path, *, dtype: str = "bfloat16", d: int = 64, see
 
     Args:
         folder: folder to create.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         d: head size of the KDA layers.
         seed: seed of the weights.
 

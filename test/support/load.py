@@ -15,7 +15,7 @@ def schedule(seed: int, *, grammars: bool = True) -> list[dict[str, Any]]:
     """Plan requests of every kind. Arrival and abort are turns of the event loop (abort: or None).
 
     Args:
-        seed: of the plan.
+        seed: the seed of the plan.
         grammars: some requests have a grammar.
 
     Returns:

@@ -104,7 +104,7 @@ def write_models_for(case: type[unittest.TestCase], **options: int) -> tuple[Pat
 
     Args:
         case: the test class.
-        options: of write_models().
+        options: the options of write_models().
 
     Returns:
         That folder, and the folders of the target and of the drafter.

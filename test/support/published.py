@@ -154,10 +154,10 @@ class Drafter(NamedTuple):
     """A published drafter.
 
     Attributes:
-        name: of the repository.
-        target: whose text it drafts.
-        family: of the target, in TARGETS.
-        kind: of its head or layout, in KINDS or SPECULATORS.
+        name: the name of the repository.
+        target: the model whose text it drafts.
+        family: the target's family, a key of TARGETS.
+        kind: the kind of its head or layout, a key of KINDS or SPECULATORS.
     """
 
     name: str
@@ -234,7 +234,7 @@ def drafter_config(target: dict[str, Any], kind: str) -> dict[str, Any]:
 
     Args:
         target: its configuration.
-        kind: in KINDS or SPECULATORS.
+        kind: a key of KINDS or SPECULATORS.
     """
     text = target.get("text_config", target)
     if kind in SPECULATORS:
@@ -270,8 +270,8 @@ def write_pair(folder: Path, family: str, kind: str) -> tuple[str, str]:
 
     Args:
         folder: folder to create.
-        family: in TARGETS.
-        kind: in KINDS or SPECULATORS.
+        family: a key of TARGETS.
+        kind: a key of KINDS or SPECULATORS.
 
     Returns:
         What names the target and the drafter.

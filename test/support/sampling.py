@@ -37,7 +37,7 @@ class SamplingCheck:
 
     Attributes:
         outside: share of the answers that may contain a token of probability 0.
-        reference_dtype: in which transformers computes the logits.
+        reference_dtype: the dtype in which transformers computes the logits.
     """
 
     count = 1200

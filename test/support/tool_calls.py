@@ -131,7 +131,7 @@ class ToolCalls(Job):
     Args:
         requests: how many. Request `i` has the tools of set `i % TOOL_SETS`.
         concurrency: how many are answered at once.
-        options: of Job.
+        options: the options of Job.
     """
 
     def __init__(self, requests: int, concurrency: int, **options: Any) -> None:

@@ -108,7 +108,7 @@ def write_gemma4(
     Args:
         folder: folder to create.
         heads: sizes of the heads with a window and of the others. Those of the real model are the default.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
 
     Returns:
         The folder.
@@ -149,7 +149,7 @@ def gemma4_choices(folder: str, prompt: list[int], output: list[int]) -> list[in
     """Return a Gemma 4's first choice at each token of the output, as transformers computes it.
 
     Args:
-        folder: of write_gemma4().
+        folder: the folder that write_gemma4() wrote to.
         prompt, output: tokens.
     """
     from transformers import Gemma4ForConditionalGeneration

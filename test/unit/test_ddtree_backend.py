@@ -444,10 +444,10 @@ class TestTreeAttention(CustomTestCase):
         """Write KV and attend to it as a layer does, and compare with softmax attention.
 
         Args:
-            page_size: of the server.
+            page_size: the page size of the server.
             skip: slots left out in the middle of the prefix.
             store: dtype of the KV cache.
-            scales: of K and V, as in a layer of an FP8 checkpoint.
+            scales: the scales of K and V, as in a layer of an FP8 checkpoint.
         """
         heads, kv_heads, d_qk, d_v = (2, 1, 576, 512) if mla else (4, 2, 64, 64)
         end = self.prefix + self.num_nodes

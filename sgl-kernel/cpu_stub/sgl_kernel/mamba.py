@@ -309,7 +309,7 @@ def mamba_chunk_scan_cpu(
         z: must be None.
         initial_states: [sequences, h, d, n] or None for zeros.
         dt_softplus: apply softplus to dt + dt_bias.
-        state_dtype: of the result; None: x's.
+        state_dtype: the dtype of the result; None takes x's.
 
     Returns:
         The states at the sequences' ends, [sequences, h, d, n], between two Nones: no states inside a prompt.

@@ -47,7 +47,7 @@ def refuse_file(argument: str, path: str) -> None:
 
     Args:
         argument: the flag that names the file, as the error should show it.
-        path: of the file.
+        path: the path of the file.
 
     Raises:
         ArgumentRefused: the folder does not exist, the path is a folder, or this user may not write the file.

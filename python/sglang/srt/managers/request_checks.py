@@ -79,7 +79,7 @@ def check_tokenized(
 
     Args:
         request: the request as it will be sent, without its time statistics.
-        model_config: of the served model. Its vocabulary and its hidden size bound the prompt.
+        model_config: the configuration of the served model. Its vocabulary and its hidden size bound the prompt.
     Raises:
         ValueError: the request breaks a rule. The text names the field, what was expected and what was given.
     """

@@ -131,7 +131,7 @@ def tree_recurrent_verify(
         ancestors: [bs * N, words] int64, bit j: node j of the request is an ancestor of the node or the node itself. A
             padding node has only its own bit. N is at most 64 on CUDA.
         workspace: takes what tree_recurrent_commit() needs. Its first bs * N rows are written.
-        layer: which layer of the workspace.
+        layer: the index of the layer in the workspace.
         scale: factor of q; None: d_k ** -0.5.
         normalize: divide q and k by sqrt(sum of squares + 1e-6) first.
         out: [bs * N, h_v, d_v] of q's dtype to write into (for graph capture), or None to allocate.
@@ -235,7 +235,7 @@ def tree_conv_verify(
         weight: [dim, width] with a width of 2 to 5.
         bias: [dim] or None.
         workspace: [layers, rows, dim] of x's dtype, rows >= bs * N: takes the inputs for tree_conv_commit().
-        layer: which layer of the workspace.
+        layer: the index of the layer in the workspace.
         activation: "silu" (or "swish"), or None.
         out: [bs * N, dim] of x's dtype to write into, not x itself; None: allocate.
 

@@ -353,8 +353,8 @@ class TreeVerifyMixin(AttentionBackend):
         finds them.
 
         Args:
-            tokens: of the batch.
-            causal: of a draft block.
+            tokens: the number of tokens in the batch.
+            causal: whether a draft block is causal.
 
         Returns:
             [tokens, words] int64.
@@ -376,7 +376,7 @@ class TreeVerifyMixin(AttentionBackend):
 
         Args:
             native, base: [T, width].
-            layer_id: of the model.
+            layer_id: the index of the layer in the model.
             forward_batch: a TARGET_VERIFY batch.
         """
         num_nodes = forward_batch.spec_info.draft_token_num

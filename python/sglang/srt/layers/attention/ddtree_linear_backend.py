@@ -37,7 +37,7 @@ class RecurrentVerifyMixin(MambaAttnBackendBase):
         """Make the backend ready for verifies.
 
         Args:
-            states: of the target.
+            states: the recurrent states of the target.
             attention: the wrapper of the target's attention layers, which knows the trees.
         """
         self.tree_states = states
@@ -88,9 +88,9 @@ class RecurrentVerifyMixin(MambaAttnBackendBase):
         Args:
             native: [T, width].
             run_base: upstream's verify of the layer.
-            layer_id: of the model.
+            layer_id: the index of the layer in the model.
             forward_batch: a TARGET_VERIFY batch.
-            slots: [bs], of the requests' states.
+            slots: [bs], the slots of the requests' states.
         """
         # Upstream's convolution moves the windows, and its commit would put them right.
         windows, kept = self.tree_states.windows_of(layer_id), slots.long().clamp(min=0)

@@ -67,7 +67,7 @@ def with_block_attention(
     Attention that they do not cover stays on Triton.
 
     Args:
-        backend: of `runner`, after its construction and before graph capture.
+        backend: the attention backend of `runner`, after its construction and before graph capture.
         runner: the drafter's.
         block_size: F, positions of a block.
         draft_window: tokens of the prefix that the drafter sees; None: all.
@@ -112,7 +112,7 @@ def with_tree_verify(
         num_nodes: N, nodes per request in a verify.
         graph_ancestors: [max_bs, N, words] int64, where a captured graph finds the ancestor words of its trees.
             None: the nodes are a draft block.
-        recurrent: of a target with recurrent layers.
+        recurrent: the states of a target with recurrent layers; None without such layers.
         draft_window: tokens of the prefix that a drafter sees; None: all.
 
     Returns:
@@ -169,7 +169,8 @@ def narrowed(backend: AttentionBackend, num_nodes: int, graph_ancestors: torch.T
     """Make a backend for the verify graphs of narrower trees.
 
     Args:
-        backend: that with_tree_verify() returned, after the capture of its graphs. It verifies in mode "native".
+        backend: the backend that with_tree_verify() returned, after the capture of its graphs. It verifies in mode
+            "native".
         num_nodes, graph_ancestors: as for TreeVerifyMixin.narrowed().
 
     Returns:
@@ -215,7 +216,7 @@ def prepares_in_graph(backend: AttentionBackend) -> bool:
     The base backend's kernels do: upstream fills their slots, and their mask is written, outside of the graph.
 
     Args:
-        backend: that with_tree_verify() or with_block_attention() returned.
+        backend: the backend that with_tree_verify() or with_block_attention() returned.
     """
     verifying = _verifying(backend)
     return isinstance(verifying, TritonTreeVerify) and verifying.tree_mode == "native"

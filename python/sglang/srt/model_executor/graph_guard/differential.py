@@ -99,7 +99,7 @@ def difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> tuple
     """Compare two runs of the same kernel, which may differ only in the order of reductions. NaN equals NaN.
 
     Args:
-        tolerance: in units in the last place of the largest value of ``want``.
+        tolerance: the largest difference that is allowed, in units in the last place of the largest value of ``want``.
     Returns:
         (the first rows that differ, the largest absolute difference).
     """

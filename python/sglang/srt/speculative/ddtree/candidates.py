@@ -51,7 +51,7 @@ def top_candidates(
         hidden: [positions, hidden] of the drafter.
         lm_head: the target's, or the drafter's own. Without shards, every rank has all of it.
         num_candidates: K.
-        transform: of the logits.
+        transform: applied to the logits.
 
     Returns:
         Tokens [positions, K] int64, best first; their logits [positions, K] float32; the logsumexp of all logits
@@ -81,8 +81,8 @@ def topk_logsumexp(
 
     Args:
         logits: [rows, vocabulary] of any float dtype; the last dimension is contiguous.
-        k: at most the vocabulary.
-        transform: of the logits, before anything else.
+        k: the number of logits to find, at most the vocabulary.
+        transform: applied to the logits, before anything else.
 
     Returns:
         Indices [rows, k] int64, largest logit first and at equal logits lowest index first; their logits [rows, k]

@@ -28,7 +28,7 @@ def refuse_missing(path: str, *, flag: str, needed: str, revision: str | None, w
         path: a folder or the name of a repository, not a URL.
         flag: the argument that names the model, TARGET_FLAG or DRAFTER_FLAG.
         needed: what the argument should name.
-        revision: of the repository, or None.
+        revision: the revision of the repository, or None.
         with_weights: whether a folder must have weights.
 
     Raises:
@@ -97,7 +97,7 @@ def weight_bytes(path: str, revision: str | None) -> int | None:
 
     Args:
         path: a model that refuse_missing() accepts.
-        revision: of the repository, or None.
+        revision: the revision of the repository, or None.
 
     Returns:
         Bytes: from the index of the safetensors files, else from the sizes of the files. None if neither is known.

@@ -83,10 +83,10 @@ def attention_gaps(
     """Name the parts of attention that the tree ops do not cover.
 
     Args:
-        shapes: of the layers, as layer_shape() has them.
-        dtype: of queries.
-        kv_cache_dtype: of the KV pool.
-        device: type of the device.
+        shapes: the shapes of the layers, as layer_shape() returns them.
+        dtype: the dtype of the queries.
+        kv_cache_dtype: the dtype of the KV pool.
+        device: the type of the device.
 
     Returns:
         One phrase per gap.
@@ -132,7 +132,7 @@ def block_gaps(layers: Iterable[Any]) -> list[str]:
     """Name the parts of a draft block's attention that the tree ops do not cover, besides attention_gaps().
 
     Args:
-        layers: of the drafter, as for has_window().
+        layers: the layers of the drafter, as for has_window().
     """
     # The tree ops count a window from a node's depth, which is the same at all positions of such a block.
     if any(not is_causal(layer) and has_window(layer) for layer in layers):

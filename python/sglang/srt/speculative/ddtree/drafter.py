@@ -144,7 +144,7 @@ def _layer_faults(ids: list[int] | None, num_layers: int) -> Iterator[str]:
 
     Args:
         ids: from the drafter's configuration. Upstream would guess missing ones.
-        num_layers: of the target.
+        num_layers: the number of layers of the target.
     """
     if ids is None:
         yield "dflash_config.target_layer_ids: expected the target layers that the drafter reads, got none."
@@ -198,7 +198,7 @@ def _vocabulary_faults(drafter: PretrainedConfig, vocab_size: int) -> Iterator[s
 
     Args:
         drafter: its configuration.
-        vocab_size: of the target, with padding.
+        vocab_size: the vocabulary of the target, with padding.
     """
     from sglang.srt.speculative.ddtree.speculators import MODELS
     from sglang.srt.speculative.dflash_utils import is_nemotron_35_draft_config

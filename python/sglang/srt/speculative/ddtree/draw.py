@@ -23,7 +23,7 @@ def find_tree(path: Path, step: int | None, request: str | None) -> tuple[int, d
     """Find a tree in a trace.
 
     Args:
-        path: of the trace.
+        path: the file of the trace.
         step: its number; None: the first one that has the request and a draft.
         request: the request's id; None: the first of the step.
 
@@ -52,7 +52,7 @@ def rows_of(parents: list[int]) -> list[float]:
     """Place the nodes of a tree: leaves below each other, and a parent at the height of its first child.
 
     Args:
-        parents: of the nodes, parents before children; -1 for the root.
+        parents: the parent of each node, parents before children; -1 for the root.
 
     Returns:
         The row of each node, from 0.
@@ -76,9 +76,9 @@ def draw(entry: dict[str, Any], title: str, name: Callable[[int], str] = str) ->
     """Draw a tree.
 
     Args:
-        entry: of find_tree().
-        title: above the tree.
-        name: the text of a token.
+        entry: the tree, as find_tree() returns it.
+        title: the text above the tree.
+        name: returns the text of a token.
 
     Returns:
         An SVG document. The more probable the drafter thought a node, given its parent, the thicker its line.
@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Draw the tree that the command line names.
 
     Args:
-        arguments: of the command line; None: those of the process.
+        arguments: the arguments of the command line; None takes those of the process.
 
     Raises:
         SystemExit: an argument is wrong.

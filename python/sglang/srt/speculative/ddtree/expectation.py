@@ -26,7 +26,7 @@ class Expectation:
         max_requests: most requests of a step.
         block_size: F.
         num_candidates: K.
-        device: of the trees.
+        device: the device of the trees.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Expectation:
         """Write ranks, probabilities, and the expected tokens of the report.
 
         Args:
-            trees: of the widest N. build_trees() has written their nodes' scores to self.scores.
+            trees: the trees of the widest N. build_trees() has written their nodes' scores to self.scores.
             candidates: [bs, D, K] int64, the tokens that they were built from.
         """
         predict = self._predict_in_kernel if trees.tokens.is_cuda else self._predict_in_torch
@@ -95,8 +95,8 @@ class Expectation:
         """Add a step to the totals, and write its emitted tokens to the report.
 
         Args:
-            trees: of predict(), of the widest N.
-            accepted: of the step.
+            trees: the trees of the widest N that predict() was given.
+            accepted: the accepted paths of the step.
             rows: [bs] the requests' rows of the slot table. Row 0 is padding.
             num_nodes: N of the step.
         """

@@ -27,8 +27,8 @@ class ForwardStep:
     """Runs one decode step of any batch: draft(), verify(), accept(), in this order.
 
     Args:
-        worker: that drafts and verifies.
-        batch: of bs requests. Its seq_lens are the prefix lengths: the committed tokens of each request.
+        worker: the worker that drafts and verifies.
+        batch: a batch of bs requests. Its seq_lens are the prefix lengths: the committed tokens of each request.
         num_nodes: N of this step, at most the worker's. With 1 there is no draft.
     """
 

@@ -82,7 +82,7 @@ class Head:
     """What the tree builder asks of a drafter.
 
     Args:
-        parts: of the head.
+        parts: what the head is made from.
     """
 
     def __init__(self, parts: HeadParts) -> None:
@@ -97,7 +97,7 @@ class Head:
         """Return the K that the head was trained with, or None if any K will do.
 
         Args:
-            config: the drafter's.
+            config: the drafter's configuration.
         """
         return None
 
@@ -106,7 +106,7 @@ class Head:
         """Refuse widths that the head cannot work with.
 
         Args:
-            config: the drafter's.
+            config: the drafter's configuration.
             block_size: F.
             num_candidates: K.
 
@@ -148,7 +148,7 @@ class Head:
 
         Args:
             hidden: [bs, D, hidden], one state per position to fill.
-            transform: of the logits.
+            transform: applied to the logits.
 
         Returns:
             Tokens [bs, D, K] int64, their logits [bs, D, K] float32, and the logsumexp of all logits [bs, D] float32.
@@ -284,7 +284,7 @@ def trained_block_size(config: Any) -> int:
     """Return the F that a drafter was trained with.
 
     Args:
-        config: the drafter's.
+        config: the drafter's configuration.
     """
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
@@ -320,7 +320,7 @@ def head_faults(config: Any, vocab_size: int) -> Iterator[str]:
 
     Args:
         config: the drafter's, whose architecture is one of the models above.
-        vocab_size: of the target.
+        vocab_size: the vocabulary of the target.
 
     Yields:
         For each key that does not fit: its name, what was expected and what was given.
@@ -359,7 +359,7 @@ def make_head(config: Any, parts: HeadParts) -> Head:
     """Make the head of a drafter.
 
     Args:
-        config: the drafter's.
-        parts: of the head.
+        config: the drafter's configuration.
+        parts: what the head is made from.
     """
     return head_class(config)(parts)

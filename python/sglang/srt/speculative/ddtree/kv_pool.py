@@ -97,7 +97,7 @@ def refuse_layers(pool: KVCache, layers: Iterable[RadixAttention]) -> None:
 
     Args:
         pool: the target's.
-        layers: that a verify runs.
+        layers: the layers that a verify runs.
 
     Raises:
         ValueError: a layer's KV has another shape than its pool's slots, or a layer of the window layers' pool has
@@ -137,7 +137,7 @@ def commit_kv(
 
     Args:
         groups: from kv_groups().
-        accepted: of bs requests.
+        accepted: the accepted paths of bs requests.
         slots: [bs, N] int64, each node's slot as the slot table names it.
         hidden, hidden_out: as for commit_path().
     """
@@ -226,8 +226,8 @@ def describe_pools(groups: Sequence[KVGroup], draft_bytes: int) -> str | None:
     """Say what the window layers' pool gains.
 
     Args:
-        groups: of the target.
-        draft_bytes: of the drafter's pool, which has a slot for each slot of the target's first group.
+        groups: the groups of the target.
+        draft_bytes: the size of the drafter's pool, which has a slot for each slot of the target's first group.
 
     Returns:
         A sentence with the tokens of the pools, and those of one pool for all layers in the same memory; None if there

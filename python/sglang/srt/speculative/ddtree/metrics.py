@@ -27,7 +27,7 @@ def accept_length_so_far(reporter: SchedulerMetricsReporter) -> float | None:
     the complete ones. That is nothing until the first one ends.
 
     Args:
-        reporter: of the scheduler.
+        reporter: the scheduler's reporter of metrics.
 
     Returns:
         The accept length, or None before the first step, or if another algorithm serves.
@@ -117,8 +117,8 @@ class DDTreeMetrics:
         """Count a step.
 
         Args:
-            num_nodes: of its verify tree.
-            calibration_error: of the budget; None without one.
+            num_nodes: N of its verify tree.
+            calibration_error: the error that the budget reports; None without a budget.
         """
         if self.enabled:
             self._steps.labels(**self._labels, nodes=str(num_nodes)).inc()
@@ -135,7 +135,7 @@ class DDTreeMetrics:
         """Report the largest difference so far.
 
         Args:
-            difference: between native and base verify.
+            difference: the difference between native and base verify.
         """
         logger.info("DDTREE verify validation: %s", difference)
         if self.enabled:

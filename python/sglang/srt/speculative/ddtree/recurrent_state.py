@@ -53,7 +53,7 @@ class RecurrentShape:
     Attributes:
         h_k, h_v, d_k, d_v: key and value heads, and their sizes. Mamba2 calls them groups, heads, state size and
             head size. All are 0 in a short convolution without a recurrence (LFM2).
-        channels: of the short convolution.
+        channels: the channels of the short convolution.
     """
 
     h_k: int
@@ -125,7 +125,7 @@ def kind_gaps(config: ModelConfig) -> list[str]:
     """Name the kind of a target's recurrent layers if the tree ops have no kernel for it.
 
     Args:
-        config: of a target with recurrent layers.
+        config: the configuration of a target with recurrent layers.
     """
     if any(kind(config) is not None for kind in (hybrid_gdn_config, hybrid_kda_config, mamba2_config)):
         return []
@@ -143,10 +143,10 @@ def state_gaps(
     """Name the properties of recurrent states that the tree ops do not cover.
 
     Args:
-        stored: dtypes of states and convolution windows.
+        stored: the dtypes of states and convolution windows.
         sizes: (d_k, d_v) of the layers that have a state.
-        dtype: of the activations.
-        device: type of the device.
+        dtype: the dtype of the activations.
+        device: the type of the device.
         num_nodes: N.
 
     Returns:
@@ -181,7 +181,7 @@ class RecurrentStates:
     time of the commit, the scheduler may have given the slot of a request that has ended to another one.
 
     Args:
-        runner: of a target whose recurrent_gaps() are empty.
+        runner: the runner of a target whose recurrent_gaps() are empty.
         num_nodes: N.
         max_bs: the most requests of a batch.
     """
@@ -299,7 +299,7 @@ class RecurrentStates:
 
         Args:
             x: [bs * N, channels].
-            layer_id: of the model.
+            layer_id: the index of the layer in the model.
             slots: [bs] states of the requests; negative: none.
             ancestors: [bs * N, words] int64.
             weight: [channels, width].
@@ -343,7 +343,7 @@ class RecurrentStates:
             q, k: [bs * N, h_k, d_k].
             v: [bs * N, h_v, d_v].
             gate: the kind of layer, with its decay.
-            layer_id: of the model.
+            layer_id: the index of the layer in the model.
             slots, ancestors: as in convolve().
             scale, normalize: as in tree_recurrent_verify().
 
@@ -375,7 +375,7 @@ class RecurrentStates:
 
         Args:
             prefix_lens: [bs] int64, committed tokens of each request before the step.
-            accepted: of the step.
+            accepted: the accepted paths of the step.
             num_nodes: N of the step's verify.
         """
         bs = prefix_lens.numel()
@@ -404,7 +404,7 @@ def tracked_positions(prefix_lens: torch.Tensor, lengths: torch.Tensor, interval
     Args:
         prefix_lens: [bs] int64, committed tokens before the step.
         lengths: [bs] int32, tokens that the step commits.
-        interval: in tokens.
+        interval: the interval in tokens.
 
     Returns:
         [bs] int64: the position of the last token whose number, counted from 1, is a multiple of the interval,

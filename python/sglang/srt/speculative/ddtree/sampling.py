@@ -36,7 +36,7 @@ def constrain(
 
     Args:
         logits: [bs * N, vocabulary].
-        sampling_info: of the batch.
+        sampling_info: the sampling parameters of the batch.
         grammar_mask: covers all nodes.
         num_nodes: N.
     """
@@ -52,7 +52,7 @@ def per_node_sampling_info(
     """Repeat each request's sampling parameters for each of its nodes.
 
     Args:
-        sampling_info: of the batch.
+        sampling_info: the sampling parameters of the batch.
         num_nodes: N.
 
     Returns:
@@ -81,7 +81,7 @@ def nodes_per_call(sampling_info: SamplingBatchInfo, vocab_size: int, keep_logit
     """Return how many nodes one call of the sampler takes.
 
     Args:
-        sampling_info: of the batch.
+        sampling_info: the sampling parameters of the batch.
         vocab_size: logits per node.
         keep_logits: whether sampling works on a copy of the logits.
     """

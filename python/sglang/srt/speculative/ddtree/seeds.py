@@ -43,8 +43,8 @@ def request_seeds(reqs: list[Req], device: str | torch.device) -> torch.Tensor |
     """Return the seed of each request. A request without a seed gets a new random one in every step.
 
     Args:
-        reqs: of a batch.
-        device: of the result. Its generator draws the random seeds, so all ranks draw the same.
+        reqs: the requests of a batch.
+        device: the device of the result. Its generator draws the random seeds, so all ranks draw the same.
 
     Returns:
         [bs] int64, or None if no request has a seed.
@@ -64,7 +64,7 @@ def follow_seeds(sampler: Sampler) -> None:
     requests of the batch ask for.
 
     Args:
-        sampler: of the target. It keeps its temperatures and log-probabilities.
+        sampler: the sampler of the target. It keeps its temperatures and log-probabilities.
     """
     unseeded = sampler._sample_from_probs
 
@@ -84,7 +84,7 @@ def filtered(probs: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
 
     Args:
         probs: [n, vocabulary] float32.
-        info: of the n rows.
+        info: the sampling parameters of the n rows.
 
     Returns:
         [n, vocabulary], 0 for the tokens that are dropped. The rest is not normalized.

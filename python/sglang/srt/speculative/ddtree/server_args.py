@@ -198,8 +198,8 @@ def refuse_trace(path: str, dp_size: int) -> None:
     """Refuse a trace file that cannot be written, or that several replicas would write.
 
     Args:
-        path: of the file.
-        dp_size: replicas of the server.
+        path: the path of the file.
+        dp_size: the number of replicas of the server.
 
     Raises:
         ArgumentRefused: names the argument, what was expected and what was given.

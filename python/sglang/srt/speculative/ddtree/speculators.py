@@ -74,7 +74,7 @@ def speculators_faults(config: PretrainedConfig) -> Iterator[str]:
     """Find the options of a drafter in this layout that DDTREE does not serve.
 
     Args:
-        config: of the drafter.
+        config: the drafter's configuration.
 
     Yields:
         For each key: its name, what was expected and what was given.

@@ -223,9 +223,9 @@ class StepGraphs:
         """Give the graphs what they write into their inputs, for a step that upstream's path runs.
 
         Args:
-            batch: of bs requests.
+            batch: a batch of bs requests.
             bonus: [bs] int64, each request's last token.
-            slots: [bs, N] int64 of each request's window.
+            slots: [bs, N] int64, the slots of each request's window.
         """
         bs = bonus.numel()
         if bs <= self.bonus.numel():
@@ -249,7 +249,7 @@ class StepGraphs:
         """Begin a step of a batch that can_run(): give the graphs their inputs.
 
         Args:
-            batch: of bs requests.
+            batch: a batch of bs requests.
             num_nodes: one of the widths.
         """
         self.bs, self.num_nodes = len(batch.seq_lens), num_nodes

@@ -57,7 +57,7 @@ def count_to_the_end(req: Req) -> None:
     Reasoning comes first in an answer, so at most as many tokens as the answer has are reasoning.
 
     Args:
-        req: before its output is sent. Nothing happens if it goes on, or if another algorithm serves.
+        req: the request, before its output is sent. Nothing happens if it goes on, or if another algorithm serves.
     """
     if not req.finished() or get_spec().speculative_algorithm != "DDTREE":
         return

@@ -77,8 +77,8 @@ def kv_layers(config: ModelConfig, tp_size: int) -> list[KVLayers]:
     """Describe the layers that keep KV.
 
     Args:
-        config: of a model.
-        tp_size: ranks that share the heads.
+        config: the configuration of a model.
+        tp_size: the number of ranks that share the heads.
 
     Returns:
         One entry per shape and pool.
@@ -165,8 +165,8 @@ def target_faults(config: ModelConfig, *, device: str, num_nodes: int) -> Iterat
     The worker may find more reasons, because it sees the layers themselves.
 
     Args:
-        config: of a target that refuse_target() accepts.
-        device: type of the device.
+        config: the configuration of a target that refuse_target() accepts.
+        device: the type of the device.
         num_nodes: N.
 
     Yields:

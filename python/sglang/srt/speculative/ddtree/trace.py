@@ -32,7 +32,7 @@ class Trace:
     """Writes a trace. If the file cannot be written any more (a full disk), the trace ends and the server runs on.
 
     Args:
-        path: of the file. An existing file is replaced.
+        path: the path of the file. An existing file is replaced.
         block_size: F.
         expectation: holds the nodes' probabilities.
         costs: what the budget starts from; None: all steps have one width.
@@ -82,9 +82,9 @@ class Trace:
         """Record a step. It is written two steps later; until then its copies may be on their way.
 
         Args:
-            trees: that were verified, of bs requests.
-            accepted: of the step.
-            ids: of the requests.
+            trees: the verified trees of bs requests.
+            accepted: the accepted paths of the step.
+            ids: the ids of the requests.
         """
         if self._file is None:
             return
@@ -162,7 +162,7 @@ def replay(lines: Iterable[dict[str, Any]]) -> tuple[list[int], list[int]]:
     """Repeat the choices of a trace.
 
     Args:
-        lines: of read_trace(), of a server with --speculative-ddtree-budget auto.
+        lines: what read_trace() yields for a server with --speculative-ddtree-budget auto.
 
     Returns:
         The widths as recorded, and as a new budget chooses them from the same reports.

@@ -18,7 +18,7 @@ def first_nodes(trees: DraftTrees, num_nodes: int) -> DraftTrees:
     They keep as many ancestor words as the wider trees, because a workspace for the wider trees expects as many.
 
     Args:
-        trees: of bs requests.
+        trees: the trees of bs requests.
         num_nodes: nodes to keep, root included.
 
     Returns:

@@ -151,9 +151,9 @@ class Models(NamedTuple):
 
     Attributes:
         args: the arguments, resolved. Read-only.
-        device: type of the device.
+        device: the type of the device.
         target, drafter: upstream's configurations.
-        kv_dtype: of both KV pools.
+        kv_dtype: the dtype of both KV pools.
     """
 
     args: Any

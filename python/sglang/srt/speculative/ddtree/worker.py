@@ -460,12 +460,12 @@ class DDTreeWorker(DFlashWorkerV2):
         """Pick the target's token at each node.
 
         Args:
-            batch: of bs requests.
-            step: of the batch, after its verify.
+            batch: a batch of bs requests.
+            step: the step of the batch, after its verify.
             logits: [bs * N, vocabulary], changed in place.
-            positions: [bs * N] int64, of the nodes.
-            grammar_mask: the tokens that grammars allow; None: all.
-            penalized: the penalties that the requests ask for; None: none.
+            positions: [bs * N] int64, the positions of the nodes.
+            grammar_mask: the tokens that grammars allow; None allows all.
+            penalized: the penalties that the requests ask for, or None.
 
         Returns:
             [bs * N] int64.
@@ -520,7 +520,7 @@ class DDTreeWorker(DFlashWorkerV2):
         """Build the mask of the tokens that grammars allow at each node. It waits for the trees' copy.
 
         Args:
-            batch: of the step.
+            batch: the batch of the step.
             tree: the trees on the host, or None if no request has a grammar.
             barrier: upstream's. Grammars wait for it until the previous step's tokens are accepted.
 
@@ -552,10 +552,10 @@ class DDTreeWorker(DFlashWorkerV2):
         A graph captures this.
 
         Args:
-            hidden: [bs * N or more, hidden] of the target.
-            accepted: of bs requests.
+            hidden: [bs * N or more, hidden], hidden states of the target.
+            accepted: the accepted paths of bs requests.
             positions: [bs, F] int64, the first of the window.
-            slots: [bs, N] int64 of the nodes, the first of the window.
+            slots: [bs, N] int64, the slots of the nodes, which are the first of the window.
             draft_slots: [bs, F] int64, the first of the window. The drafter's pool has the same slots.
         """
         bs, width = positions.shape
