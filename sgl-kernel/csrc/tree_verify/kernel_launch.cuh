@@ -1,6 +1,8 @@
 // Configures and launches the partial and combine kernels. The instantiations specialize these templates.
 #pragma once
 
+#include <type_traits>
+
 #include "tree_verify/combine.cuh"
 #include "tree_verify/gqa_partial.cuh"
 #include "tree_verify/instantiations.h"
@@ -45,13 +47,27 @@ cudaError_t launch_combine(const TreeVerifyParams& p, const Launch& launch) {
   config.stream = launch.stream;
   config.attrs = &overlap;
   config.numAttrs = 1;
+  // MLA has few rows, and they are large.
+  const auto launch_few = [&](auto heads) {
+    constexpr int kHeads = decltype(heads)::value, kBlockHeads = kHeads * kCombineHeads<kD>;
+    config.gridDim = dim3(p.total_rows, (p.h_q + kBlockHeads - 1) / kBlockHeads);
+    return cudaLaunchKernelEx(&config, combine_few_kernel<T, kD, kHeads>, p);
+  };
   if (p.num_splits <= kFewSplits) {
-    config.gridDim = dim3(p.total_rows, (p.h_q + kCombineHeads<kD> - 1) / kCombineHeads<kD>);
-    return cudaLaunchKernelEx(&config, combine_few_kernel<T, kD>, p);
+    if constexpr (kD > 256) {
+      if (p.num_splits <= 2) return launch_few(std::integral_constant<int, 4>());
+      return launch_few(std::integral_constant<int, 2>());
+    }
+    return launch_few(std::integral_constant<int, 1>());
   }
-  config.gridDim = dim3(p.total_rows, p.h_q, kD / kCombineColumns<kD>);
   config.dynamicSmemBytes = p.bs * p.num_splits * sizeof(float);
-  return cudaLaunchKernelEx(&config, combine_kernel<T, kD>, p);
+  constexpr int kColumns = kD > 256 ? 128 : kD;
+  if (kColumns < kD && p.total_rows * p.h_q < 512) {
+    config.gridDim = dim3(p.total_rows, p.h_q, kD / kColumns);
+    return cudaLaunchKernelEx(&config, combine_kernel<T, kD, kColumns>, p);
+  }
+  config.gridDim = dim3(p.total_rows, p.h_q);
+  return cudaLaunchKernelEx(&config, combine_kernel<T, kD, kD>, p);
 }
 
 template <typename T, KvMath kMath, int kD, int kTileM>
