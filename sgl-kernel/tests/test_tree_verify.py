@@ -15,6 +15,7 @@ from ci_registration import register_cpu_ci, register_cuda_ci
 from sgl_kernel.ddtree import GQA_HEAD_SIZES, VerifyWorkspace, verify_workspace
 from tree_verify_cases import (
     FP8,
+    Batch,
     Case,
     assert_close,
     chain,
@@ -53,12 +54,16 @@ def device(request, monkeypatch):
 def compare(case: Case, device: str) -> None:
     if os.environ["SGLANG_DDTREE_FP8"] == "exact" and case.kv_dtype != FP8:
         pytest.skip("only fp8 KV has an exact mode")
-    batch = make_batch(case, device)
+    compare_batches(make_batch(case, device), make_batch(case))
+
+
+def compare_batches(batch: Batch, reference: Batch) -> None:
+    """`reference` is the same on the CPU."""
     batch.run()
-    if device == "cpu":
-        assert_close(batch, *expected(batch))
+    if batch.q.is_cuda:
+        assert_close(batch, *reference.run(q=multiplied_q(batch)))
     else:
-        assert_close(batch, *make_batch(case).run(q=multiplied_q(batch)))
+        assert_close(batch, *expected(reference))
 
 
 CASES = {
@@ -249,8 +254,37 @@ def test_range_of_bfloat16(exponent, mla, kv_dtype, device):
     for one in (reference, batch):
         one.q.mul_(2.0**exponent)
         one.arguments["sm_scale"] *= 2.0**-exponent
-    batch.run()
-    assert_close(batch, *(expected(reference) if device == "cpu" else reference.run(q=multiplied_q(batch))))
+    compare_batches(batch, reference)
+
+
+@on_each_kernel
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("mla", [False, True])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_maximum_rises(shift, mla, kv_dtype, page_size, device):
+    """Every other tile of 64 tokens (the even or the odd ones) raises the row maximum by 12, so that all earlier results
+    are rescaled. The last dimension, which MLA does not use as a value, brings the rise."""
+    case = Case(
+        mla=mla,
+        h_q=8,
+        h_kv=1,
+        trees=(star(20),),
+        prefix_lens=(700,),
+        kv_dtype=kv_dtype,
+        page_size=page_size,
+        num_splits=1,
+    )
+    reference = make_batch(case)
+    batch = make_batch(case, device)
+    levels = (torch.arange(700) // 64 + shift) // 2
+    for one in (reference, batch):
+        one.q[..., -1] = 8
+        keys, slots = one.caches[0], one.arguments["kv_indices"][:700].long()
+        step = 12 / (8 * case.d_qk**-0.5 * math.log2(math.e))
+        rise = (step * levels).to(keys.dtype).to(keys.device)
+        keys.view(-1, case.d_qk)[slots, -1] = rise
+    compare_batches(batch, reference)
 
 
 @on_each_device

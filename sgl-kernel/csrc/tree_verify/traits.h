@@ -199,7 +199,7 @@ struct MlaTraits {
 
 // Barriers of mla_sm90.cuh, which describes them.
 struct MlaSm90Barriers {
-  uint64_t full[2], empty[2][2], posted[2], meeting;
+  uint64_t full[2][2], empty[2][2], posted[2], turn, meeting;
 };
 
 // MLA on sm_90a with wgmma (sm90/mla_sm90.cuh). One block takes all of a multiprocessor's shared memory.

@@ -10,13 +10,17 @@
 // for the other.
 //
 // A stage is filled and freed in two parts. Part 0 holds the value dimensions of the group that computes S and the 64
-// dimensions that are not values. Part 1 holds the other group's value dimensions. A group that has finished P V for
-// its own dimensions frees their part, regardless of the other group's progress.
+// dimensions that are not values. Part 1 holds the other group's value dimensions. S starts when part 0 has arrived. A
+// group that has finished P V for its own dimensions frees their part, regardless of the other group's progress.
+//
+// Group 1 starts S of its tile only when group 0 has nearly finished S of the tile before. If the tensor cores computed
+// both at the same time, both groups would have their softmax at the same time, and the tensor cores nothing to do.
 //
 // Barriers (mbarrier.cuh) and who arrives at them:
-//   full[stage]           the copies of the producers' lanes, or the lane that copies pages for all of them
+//   full[stage][part]     the copies of the producers' lanes, or the lane that copies pages for all of them
 //   empty[stage][part]    the warps of the group that owns the part's value dimensions
 //   posted[group]         the group's threads, once P is in the mailbox
+//   turn                  the warps of group 0, before the last block of S
 //   meeting               all consumers, before the first tile and after the last
 // A tile is gathered through the generic proxy, and the tensor cores read through the async proxy. Each consumer
 // therefore waits for `full`, fences, then multiplies. TMA writes through the async proxy, so its tiles need no fence.
@@ -41,8 +45,8 @@ struct MlaSm90Block {
   int m0, tiles, paged;         // leading tiles that are copied by page
   uint32_t q, stages, mailbox;  // shared-memory addresses
   uint32_t barriers;            // shared-memory address of MlaSm90Barriers
-  __device__ __forceinline__ uint32_t full(int stage) const {
-    return barriers + offsetof(MlaSm90Barriers, full) + stage * 8;
+  __device__ __forceinline__ uint32_t full(int stage, int part) const {
+    return barriers + offsetof(MlaSm90Barriers, full) + stage * 16 + part * 8;
   }
   __device__ __forceinline__ uint32_t empty(int stage, int part) const {
     return barriers + offsetof(MlaSm90Barriers, empty) + stage * 16 + part * 8;
@@ -50,6 +54,7 @@ struct MlaSm90Block {
   __device__ __forceinline__ uint32_t posted(int group) const {
     return barriers + offsetof(MlaSm90Barriers, posted) + group * 8;
   }
+  __device__ __forceinline__ uint32_t turn() const { return barriers + offsetof(MlaSm90Barriers, turn); }
   __device__ __forceinline__ uint32_t meeting() const { return barriers + offsetof(MlaSm90Barriers, meeting); }
   // Barrier of the two consumer groups; `time` counts its uses in the block. (bar.sync would work too, but synccheck
   // objects to producers that exit in the meantime.)
@@ -85,8 +90,8 @@ __device__ __forceinline__ void mla_sm90_copy(const TreeVerifyParams& p, const M
         cp_async_16(at + b * Traits::kBlockBytes, latent + b * kSwizzleRowBytes, s >= 0);
       }
     }
+    mbarrier_arrive_after_copies(block.full(kStage, part));
   }
-  mbarrier_arrive_after_copies(block.full(kStage));
 }
 
 // A warp copies the tiles that are loaded by page.
@@ -103,13 +108,13 @@ __device__ __forceinline__ void mla_sm90_copy_pages(const TreeVerifyParams& p, c
     for (int part = 0; part < 2; ++part) {
       mbarrier_wait(block.empty(stage, part), tile / 2 & 1 ^ 1);
       if (threadIdx.x % 32 != 0) continue;
-      mbarrier_expect(block.full(stage), part_blocks(part) * Traits::kBlockBytes);
-      if (part == 1) mbarrier_arrive(block.full(stage), 128);
+      mbarrier_expect(block.full(stage, part), part_blocks(part) * Traits::kBlockBytes);
+      mbarrier_arrive(block.full(stage, part), 128);
 #pragma unroll
       for (int i = 0; i < part_blocks(part); ++i) {
         const int b = part_block(stage, part, i);
         copy_box(block.stages + stage * Traits::kTileBytes + b * Traits::kBlockBytes, pages.k, b * kSwizzleRowBytes, 0,
-                 slot, block.full(stage));
+                 slot, block.full(stage, part));
       }
     }
   }
@@ -163,8 +168,8 @@ struct MlaSm90Consumer {
     for (int half = 0; half < 2; ++half) row_max[half] = neg_inf(), row_sum[half] = 0.f;
   }
 
-  __device__ __forceinline__ void wait_for(int tile) {
-    mbarrier_wait(block.full(tile & 1), tile / 2 & 1);
+  __device__ __forceinline__ void wait_for(int tile, int part) {
+    mbarrier_wait(block.full(tile & 1, part), tile / 2 & 1);
     if (!Traits::kPaged || tile >= block.paged) fence_async_proxy();
   }
 
@@ -172,13 +177,19 @@ struct MlaSm90Consumer {
   __device__ __forceinline__ void scores(int tile) {
     const uint64_t q = wgmma_descriptor(block.q, 16, kSwizzleAtomBytes);
     const uint64_t k = wgmma_descriptor(block.stages + kGroup * Traits::kTileBytes, 16, kSwizzleAtomBytes);
-    wait_for(tile);
+    if (kGroup == 1) mbarrier_wait(block.turn(), tile / 2 & 1);
+    wait_for(tile, 0);
     wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
+      if (part == 1) {
+        wait_for(tile, 1);
+        wgmma_fence();
+      }
 #pragma unroll
       for (int i = 0; i < part_blocks(part); ++i) {
+        if (kGroup == 0 && part == 1 && i == part_blocks(1) - 1) wgmma_commit();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           const int offset = (part_block(kGroup, part, i) * Traits::kBlockBytes + step * 32) >> 4;
@@ -187,6 +198,11 @@ struct MlaSm90Consumer {
       }
     }
     wgmma_commit();
+    if (kGroup == 0) {
+      wgmma_wait<1>();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(block.turn());
+    }
     wgmma_wait<0>();
     wgmma_pin(s);
   }
@@ -280,8 +296,8 @@ struct MlaSm90Consumer {
         start_values(0);
         finish_values(0);
         if (i < pairs) {
-          wait_for(2 * i + 1);
           rescale(receive(parity));
+          wait_for(2 * i + 1, 1);
           start_values(1);
           finish_values(1);
         }
@@ -290,7 +306,7 @@ struct MlaSm90Consumer {
       for (int i = 0; i < pairs; ++i) {
         const uint32_t parity = i & 1;
         scores(2 * i + 1);
-        wait_for(2 * i);
+        wait_for(2 * i, 1);
         rescale(receive(parity));
         start_values(0);
         const float2 shrink = softmax(2 * i + 1);  // overlaps the products
@@ -302,7 +318,7 @@ struct MlaSm90Consumer {
         finish_values(1);
       }
       if (odd) {
-        wait_for(2 * pairs);
+        wait_for(2 * pairs, 1);
         rescale(receive(pairs & 1));
         start_values(0);
         finish_values(0);
@@ -366,10 +382,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 128) {
     if (Traits::kPaged) pages.prefetch();
     for (int i = 0; i < 2; ++i) {
-      mbarrier_init(block.full(i), 128);
-      for (int part = 0; part < 2; ++part) mbarrier_init(block.empty(i, part), 4);
+      for (int part = 0; part < 2; ++part) {
+        mbarrier_init(block.full(i, part), 128);
+        mbarrier_init(block.empty(i, part), 4);
+      }
       mbarrier_init(block.posted(i), 128);
     }
+    mbarrier_init(block.turn(), 4);
     mbarrier_init(block.meeting(), 256);
     fence_mbarrier_init();
   }
