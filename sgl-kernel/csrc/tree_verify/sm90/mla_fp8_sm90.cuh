@@ -42,18 +42,21 @@ struct MlaFp8Block {
   }
   __device__ __forceinline__ uint32_t posted(int group) const { return at(offsetof(Storage, posted), group); }
   __device__ __forceinline__ uint32_t values() const { return base + offsetof(Storage, values); }
-  // An operand of S is a part of Q or, from kParts on, a stage. Its last 64 dimensions are apart, in a block of
-  // [64][64 bytes].
+  // An operand of S is a part of Q or, from kParts on, a stage. Its last 64 dimensions are apart: two operands share a
+  // block of 128-byte rows, which is faster, but TMA needs a block of [64][64 bytes].
   __device__ __forceinline__ uint32_t operand(int which) const {
     return base + offsetof(Storage, operands) + which * 4 * Traits::kBlockBytes;
   }
   __device__ __forceinline__ uint32_t operand_end(int which) const {
-    return base + offsetof(Storage, operands) + 16 * Traits::kBlockBytes + which * (Traits::kBlockBytes / 2);
+    const uint32_t ends = base + offsetof(Storage, operands) + 16 * Traits::kBlockBytes;
+    if (Traits::kPaged) return ends + which * (Traits::kBlockBytes / 2);
+    return ends + which / 2 * Traits::kBlockBytes + which % 2 * 64;
   }
   // Address of 16-byte chunk `chunk` (0 to 35) of a row of an operand.
   __device__ __forceinline__ uint32_t chunk_at(int which, int row, int chunk) const {
     if (chunk < 32) return operand(which) + chunk / 8 * Traits::kBlockBytes + swizzled(row, chunk % 8);
-    return operand_end(which) + half_swizzled(row, chunk - 32);
+    if (Traits::kPaged) return operand_end(which) + half_swizzled(row, chunk - 32);
+    return operand_end(which) - which % 2 * 64 + swizzled(row, which % 2 * 4 + chunk - 32);
   }
   // Barrier of the two consumer groups; `time` counts its uses in the block.
   __device__ __forceinline__ void meet(int time) const {
@@ -245,7 +248,8 @@ struct MlaFp8Consumer {
     const int stage = Traits::kStages == 2 ? kGroup : __shfl_sync(0xffffffff, tile % Traits::kStages, 0);
     const uint64_t operands = wgmma_descriptor(block.operand(0), 0, kSwizzleAtomBytes);
     const uint64_t k = advanced(operands, block.operand(kParts + stage) - block.operand(0));
-    const uint64_t ends = wgmma_half_descriptor(block.operand_end(0));
+    const uint64_t ends = Traits::kPaged ? wgmma_half_descriptor(block.operand_end(0))
+                                         : wgmma_descriptor(block.operand_end(0), 0, kSwizzleAtomBytes);
     const uint64_t k_end = advanced(ends, block.operand_end(kParts + stage) - block.operand_end(0));
     mbarrier_wait(block.full(stage), tile / Traits::kStages & 1);
     // kSplit: there is no register left for `paged`.
