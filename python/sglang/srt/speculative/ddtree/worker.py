@@ -176,17 +176,46 @@ class DDTreeWorker(DFlashWorkerV2):
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
         self._refuse_or_describe_pools()
-        self.expectation = None
-        if len(self.widths) > 1 or runtime_context.get_spec().speculative_ddtree_trace is not None:
-            self.expectation = Expectation(
-                widths=self.widths,
-                max_requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
-                block_size=self.block_size,
-                num_candidates=self.num_candidates,
-                device=self.device,
-            )
+        self.expectation = self._make_expectation()
         self.builder = self._make_builder()
         self._draft_sampler = self.builder  # upstream gives it the anchors, without graphs as well
+        self._wrap_backends()
+        self.step_graphs = None if self._on_cpu else self._make_step_graphs()
+        self.penalties = OutputPenalties(
+            max_requests=self._max_rows,
+            vocab_size=self.model_runner.model_config.vocab_size,
+            device=self.device,
+        )
+        self.metrics = DDTreeMetrics(
+            num_nodes=self.num_nodes,
+            block_size=self.block_size,
+            labels={"model_name": runtime_context.get_serving().served_model_name},
+            enabled=runtime_context.get_observability().enable_metrics
+            and runtime_context.get_parallel().tp_rank == 0,
+        )
+        self.phases = PhaseTimer(not self._on_cpu)
+        table = difference_table(self.model_runner.attn_backend)
+        self.difference = None if table is None else DifferenceReader(table)
+
+    @property
+    def _max_rows(self) -> int:
+        """Rows of the slot table: one per request, and the padding's."""
+        return self.model_runner.req_to_token_pool.req_to_token.shape[0]
+
+    def _make_expectation(self) -> Expectation | None:
+        """Return what predicts the tokens of a step; None if neither a budget nor a trace asks for it."""
+        if len(self.widths) == 1 and runtime_context.get_spec().speculative_ddtree_trace is None:
+            return None
+        return Expectation(
+            widths=self.widths,
+            max_requests=self._max_rows,
+            block_size=self.block_size,
+            num_candidates=self.num_candidates,
+            device=self.device,
+        )
+
+    def _wrap_backends(self) -> None:
+        """Let target and drafter attend by trees."""
         self.model_runner.attn_backend = with_tree_verify(
             self.model_runner.attn_backend,
             self.model_runner,
@@ -203,33 +232,18 @@ class DDTreeWorker(DFlashWorkerV2):
             block_size=self.block_size,
             draft_window=self.draft_window,
         )
-        self.step_graphs = None
-        if not self._on_cpu:
-            self.step_graphs = StepGraphs(
-                draft_runner=self.draft_model_runner,
-                target_runner=self.model_runner,
-                trees=self.builder.trees,
-                mask_token_id=self.mask_token_id,
-                block_size=self.block_size,
-                commit=self.commit,
-                widths=self.widths,
-                expectation=self.expectation,
-            )
-        self.penalties = OutputPenalties(
-            max_requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
-            vocab_size=self.model_runner.model_config.vocab_size,
-            device=self.device,
-        )
-        self.metrics = DDTreeMetrics(
-            num_nodes=self.num_nodes,
+
+    def _make_step_graphs(self) -> StepGraphs:
+        return StepGraphs(
+            draft_runner=self.draft_model_runner,
+            target_runner=self.model_runner,
+            trees=self.builder.trees,
+            mask_token_id=self.mask_token_id,
             block_size=self.block_size,
-            labels={"model_name": runtime_context.get_serving().served_model_name},
-            enabled=runtime_context.get_observability().enable_metrics
-            and runtime_context.get_parallel().tp_rank == 0,
+            commit=self.commit,
+            widths=self.widths,
+            expectation=self.expectation,
         )
-        self.phases = PhaseTimer(not self._on_cpu)
-        table = difference_table(self.model_runner.attn_backend)
-        self.difference = None if table is None else DifferenceReader(table)
 
     def _refuse_or_describe_pools(self) -> None:
         """Refuse KV pools that DDTREE cannot serve, now and not at the first step. Log what window pools gain."""
@@ -254,7 +268,7 @@ class DDTreeWorker(DFlashWorkerV2):
             lm_head=lm_head,
             embed=unwrap_lora_layer(input_embedding(self.model_runner.model)),
             num_candidates=self.num_candidates,
-            max_requests=self.model_runner.req_to_token_pool.req_to_token.shape[0],
+            max_requests=self._max_rows,
         )
         return TreeBuilder(
             head=make_head(self.draft_model.config, parts),
