@@ -30,7 +30,8 @@ from tools.upstream import ROOT, Pins
 ENVIRONMENTS = ROOT / "build" / "environments"
 LINK = ROOT / ".venv"
 LOG = ROOT / "build" / "install.log"
-ONLY_LOGGED = ("WARNING: Location", " + ")  # pip's note on its own cache, and uv's line per installed package
+# Pip's note on its own cache, uv's note on the environment, and uv's line per installed package.
+ONLY_LOGGED = ("WARNING: Location", "Using Python ", " + ")
 STAMP = "made-from.json"  # in a complete environment: its digest, profile and Python
 
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
@@ -342,7 +343,7 @@ def _install(folder: Path, profile: str) -> None:
             "      This host has no CUDA driver. Upstream's kernels need it, so they are not imported here."
         )
         modules = "sglang"
-    code = f"import {modules}; print('sglang', sglang.__version__)"
+    code = f"import {modules}, importlib.metadata; print('sglang', importlib.metadata.version('sglang'))"
     steps.run([python, "-c", code], "Importing sglang", cwd=folder)
 
 
