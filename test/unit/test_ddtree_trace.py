@@ -64,10 +64,17 @@ class TestDraw(CustomTestCase):
         output = path.with_name("tree.svg")
         main([str(path), "--step", "1", "--request", "r2", "--output", str(output)])
         self.assertIn("request r2: 5 nodes, 3 tokens emitted", output.read_text())
-        errors = io.StringIO()
-        with contextlib.redirect_stderr(errors), self.assertRaises(SystemExit):
-            main([str(path), "--output", "/"])
-        self.assertIn("--output: expected a file that can be written, got /", errors.getvalue())
+        for wrong, expected in (
+            (["--output", "/"], "--output: expected a file that can be written, got /"),
+            (
+                ["--tokenizer", "/no/such"],
+                "--tokenizer: expected a folder or repository with a tokenizer, got /no/such",
+            ),
+        ):
+            errors = io.StringIO()
+            with contextlib.redirect_stderr(errors), self.assertRaises(SystemExit):
+                main([str(path), *wrong])
+            self.assertIn(expected, errors.getvalue())
 
     def test_another_file(self):
         with self.assertRaisesRegex(ValueError, "expected a file that --speculative-ddtree-trace wrote"):

@@ -133,6 +133,26 @@ def draw(entry: dict[str, Any], title: str, name: Callable[[int], str] = str) ->
     )
 
 
+def text_of_tokens(tokenizer: str) -> Callable[[int], str]:
+    """Return a function from a token to its text.
+
+    Args:
+        tokenizer: the folder or repository that has the tokenizer.
+
+    Raises:
+        ValueError: it has none that can be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--tokenizer: expected a folder or repository with a tokenizer, got {tokenizer}: {error}"
+        ) from None
+    return lambda token: repr(loaded.decode([token]))[1:-1]
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Draw the tree that the command line names.
 
@@ -152,17 +172,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokenizer", help="folder of the target; default: show token ids instead of text")
     parser.add_argument("--output", type=Path, help="SVG file to write; default: standard output")
     options = parser.parse_args(arguments)
-    name: Callable[[int], str] = str
     try:
         step, entry = find_tree(options.trace, options.step, options.request)
-        if options.tokenizer is not None:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-
-            def name(token: int) -> str:
-                return repr(tokenizer.decode([token]))[1:-1]
-
+        name = str if options.tokenizer is None else text_of_tokens(options.tokenizer)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     lengths = f"{len(entry['tokens'])} nodes, {len(entry['emitted'])} tokens emitted"
