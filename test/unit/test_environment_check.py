@@ -203,6 +203,8 @@ class TestVariables(Scratch):
             ("CUDA_VISIBLE_DEVICES", "", "hides every card"),
             ("CUDA_LAUNCH_BLOCKING", "1", "slow"),
             ("CUDA_HOME", str(self.folder), "without bin/nvcc"),
+            ("SGLANG_DDTREE_FP8", "exakt", "expected one of exact, got 'exakt'"),
+            ("SGLANG_GRAPH_GUARD", "off", "expected one of 0, 1, false, true, got 'off'"),
         ):
             with self.subTest(name=name, value=value):
                 row = self.only(self.rows(**{name: value}))
@@ -218,6 +220,8 @@ class TestVariables(Scratch):
             "NCCL_P2P_DISABLE": "1",
             "NCCL_DEBUG": "warn",
             "CUDA_VISIBLE_DEVICES": "0,1",
+            "SGLANG_DDTREE_SM90": "0",
+            "SGLANG_GRAPH_GUARD": "False",
         }
         row = self.only(self.rows(**values, HF_TOKEN="secret"))
         self.assertEqual((row.status, row.data), (OK, values))

@@ -48,6 +48,7 @@ def _toolkit(value: str) -> str | None:
     )
 
 
+PREFIXES = ("NCCL_", "CUDA_", "SGLANG_DDTREE_", "SGLANG_GRAPH_GUARD")
 RULES: dict[str, Rule] = {
     "NCCL_GRAPH_FILE": _file,
     "NCCL_TOPO_FILE": _file,
@@ -63,16 +64,21 @@ RULES: dict[str, Rule] = {
     "CUDA_VISIBLE_DEVICES": _visible_devices,
     "CUDA_LAUNCH_BLOCKING": _launch_blocking,
     "CUDA_HOME": _toolkit,
+    # These are ours. Any other value is ignored without a message.
+    "SGLANG_DDTREE_DEBUG": _one_of("0", "1"),
+    "SGLANG_DDTREE_FP8": _one_of("exact"),
+    "SGLANG_DDTREE_SM90": _one_of("0", "1"),
+    "SGLANG_GRAPH_GUARD": lambda value: _one_of("0", "1", "false", "true")(value.lower()),
 }
 
 
 def variables() -> list[Row]:
-    """One warning per variable with an odd value, or one row that lists the NCCL and CUDA variables that are set."""
-    present = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "CUDA_"))}
+    """One warning per variable with an odd value, or one row that lists those of NCCL, CUDA and ours that are set."""
+    present = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
     rows = [
         Row(f"variable {name}", WARN, problem, {name: present[name]})
         for name, rule in RULES.items()
         if name in present and (problem := rule(present[name])) is not None
     ]
     shown = ", ".join(sorted(present)) or "none"
-    return rows or [Row("variables", OK, f"NCCL and CUDA variables that are set: {shown}", present)]
+    return rows or [Row("variables", OK, f"set for NCCL, CUDA and this distribution: {shown}", present)]
