@@ -270,17 +270,17 @@ def test_maximum_rises(shift, mla, kv_dtype, page_size, device):
         h_q=8,
         h_kv=1,
         trees=(star(20),),
-        prefix_lens=(700,),
+        prefix_lens=(330,),
         kv_dtype=kv_dtype,
         page_size=page_size,
         num_splits=1,
     )
     reference = make_batch(case)
     batch = make_batch(case, device)
-    levels = (torch.arange(700) // 64 + shift) // 2
+    levels = (torch.arange(330) // 64 + shift) // 2
     for one in (reference, batch):
         one.q[..., -1] = 8
-        keys, slots = one.caches[0], one.arguments["kv_indices"][:700].long()
+        keys, slots = one.caches[0], one.arguments["kv_indices"][:330].long()
         step = 12 / (8 * case.d_qk**-0.5 * math.log2(math.e))
         rise = (step * levels).to(keys.dtype).to(keys.device)
         keys.view(-1, case.d_qk)[slots, -1] = rise
