@@ -285,11 +285,11 @@ class TestAdapters(DDTreeCase):
 
 class TestSessions(DDTreeCase):
     def check(self, streaming, **arguments):
-        plain, _, _ = run_engine(self.plain | arguments, continue_sessions, streaming)
-        found, inside, leaked = run_engine(self.tree | arguments, continue_sessions, streaming)
-        self.assertEqual(found, plain)
-        self.assertEqual(leaked, 0, "KV slots leaked")
-        self.assertGreater(inside, 3, "few answers stopped inside their last path")
+        plain = run_engine(self.plain | arguments, continue_sessions, streaming)
+        tree = run_engine(self.tree | arguments, continue_sessions, streaming)
+        self.assertEqual((tree.prompts, tree.found.outputs), (plain.prompts, plain.found.outputs))
+        self.assertEqual(*tree.found.free_slots, "KV slots leaked")
+        self.assertGreater(tree.inside, 3, "few answers stopped inside their last path")
 
     def test_turns_go_on_after_the_stop(self):
         self.check(streaming=False)

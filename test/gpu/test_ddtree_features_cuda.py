@@ -1,4 +1,4 @@
-"""DDTREE on a CUDA device: stops, the end of the context, LoRA and a server, with graphs and overlap scheduling.
+"""DDTREE on a CUDA device: stops, the end of the context, LoRA, sessions and a server, with graphs and overlap scheduling.
 
 bfloat16 rounds logits, so greedy tokens are judged by their gap to the first choice (see support.answers).
 """
@@ -12,7 +12,7 @@ from sglang.test.test_utils import CustomTestCase
 from support.adapters import WithAdapters, write_adapters
 from support.answers import TIE, assert_first_choices
 from support.cases import CudaCase
-from support.jobs import exhaust_grammar, fill_context, stop_everywhere
+from support.jobs import continue_sessions, exhaust_grammar, fill_context, stop_everywhere
 from support.processes import EngineProcess, run_engine
 from support.prompts import LONG_PROMPTS, PROMPTS
 from support.server import ServerChecks
@@ -104,6 +104,29 @@ class TestAdaptersCuda(CudaCase):
         found = run_engine(self.tree | lora | {"speculative_num_draft_tokens": 32}, WithAdapters())
         gaps = run_engine(self.plain | lora, WithAdapters(judged=found.outputs))
         assert_first_choices(self, "tree", found, gaps, least_accepted=20)
+
+
+def judge_turns(engine, turns):
+    """Gaps of the answers of each kind of session, and of plain decoding's own answers to the prompts of the first."""
+    prompts = turns[0].prompts
+    own = engine.generate(prompts, temperature=0, max_new_tokens=20, ignore_eos=True)
+    gaps = {str(i): engine.gaps(found.prompts, found.found.outputs) for i, found in enumerate(turns)}
+    return gaps | {"plain": engine.gaps(prompts, [list(request.output_ids) for request in own])}
+
+
+class TestSessionsCuda(CudaCase):
+    def test_turns_go_on_after_the_stop(self):
+        tree = self.tree | dict(speculative_num_draft_tokens=32, enable_streaming_session=True)
+        engines = [EngineProcess(tree, continue_sessions, streaming) for streaming in (False, True)]
+        turns = [engine.result() for engine in engines]
+        gaps = run_engine(self.plain, judge_turns, turns)
+        for i, (prompts, found, inside) in enumerate(turns):
+            with self.subTest(streaming=bool(i)):
+                whole = zip(prompts, found.outputs, prompts[1:], strict=False)
+                ended = [j for j, (a, b, c) in enumerate(whole) if (j + 1) % 4 and a + b != c[:-2]]
+                self.assertEqual(ended, [], "turns whose next one goes on elsewhere")
+                self.assertGreater(inside, 3, "few answers stopped inside their last path")
+                assert_first_choices(self, str(i), found, gaps, least_accepted=10)
 
 
 class TestServerCuda(ServerChecks, CustomTestCase):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.engine import Engine, Greedy
 from support.models import SYMBOLS, text_of
@@ -101,19 +101,29 @@ def stop_everywhere(engine: Engine) -> tuple[list[tuple[dict[str, Any], list[int
     return list(zip(every, outputs, reasons)), inside
 
 
-def continue_sessions(engine: Engine, streaming: bool) -> tuple[list[list[list[int]]], int, int]:
-    """Answer four turns of a session for each of PROMPTS. A turn appends to the last one's answer.
+class Turns(NamedTuple):
+    """What continue_sessions() found, in all turns of all sessions.
 
-    Returns:
-        The answers by prompt, how many of them ended before their last step did, and the KV slots that leaked.
+    Attributes:
+        prompts: tokens of each turn before its answer, those of earlier turns included.
+        found: the answers.
+        inside: how many answers ended before their last step did.
     """
+
+    prompts: list[list[int]]
+    found: Greedy
+    inside: int
+
+
+def continue_sessions(engine: Engine, streaming: bool) -> Turns:
+    """Answer four turns of a session for each of PROMPTS. A turn appends two tokens to the last one's answer."""
     from sglang.srt.managers.io_struct import CloseSessionReqInput, OpenSessionReqInput, SessionParams
 
-    sessions, found, inside = engine.scheduler.session_controller, [], 0
-    free = engine.free_slots()
+    sessions, free = engine.scheduler.session_controller, engine.free_slots()
+    requests, prompts, outputs, inside = [], [], [], 0
     for i, prompt in enumerate(PROMPTS):
         sessions.open(OpenSessionReqInput(capacity_of_str_len=4096, session_id=f"s{i}", streaming=streaming))
-        answers, last = [], None
+        last = None
         for turn in range(4):
             request = engine.submit(
                 [3 + turn, 9] if turn else prompt,
@@ -122,11 +132,17 @@ def continue_sessions(engine: Engine, streaming: bool) -> tuple[list[list[list[i
                 max_new_tokens=20,
                 stop_token_ids=[4 + i, 5 + i],
             )
+            prompts.append(list(request.origin_input_ids))
             emitted = request.output_ids
-            engine.finish([request])
+            requests += engine.finish([request])
+            outputs.append(list(request.output_ids_through_stop))
+            inside += len(emitted) > len(outputs[-1])
             last = None if streaming else request.rid
-            answers.append(list(request.output_ids_through_stop))
-            inside += len(emitted) > len(answers[-1])
         sessions.close(CloseSessionReqInput(session_id=f"s{i}"))
-        found.append(answers)
-    return found, inside, free - engine.free_slots()
+    found = Greedy(
+        outputs,
+        sum(request.spec_verify_ct for request in requests),
+        sum(request.spec_num_correct_drafts for request in requests),
+        (free, engine.free_slots()),
+    )
+    return Turns(prompts, found, inside)
