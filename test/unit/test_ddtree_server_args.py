@@ -232,6 +232,7 @@ class TestRefusals(ArgumentsCase):
             ("pp_size", 2),
             ("speculative_draft_sink_size", 4),
             ("enable_hierarchical_cache", True),
+            ("hicache_storage_backend", "file"),
             ("enable_return_routed_experts", True),
             ("enable_return_indexer_topk", True),
             ("speculative_accept_threshold_acc", 0.9),
