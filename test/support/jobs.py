@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any, NamedTuple
 
 from support.engine import Engine, Greedy
@@ -115,6 +116,13 @@ class Turns(NamedTuple):
     inside: int
 
 
+def _close(sessions: Any, request: Any) -> bool:
+    """Close a session, if it is open. Always returns True."""
+    if request.session_id in sessions:
+        sessions.close(request)
+    return True
+
+
 def continue_sessions(engine: Engine, streaming: bool) -> Turns:
     """Answer four turns of a session for each of PROMPTS. A turn appends two tokens to the last one's answer."""
     from sglang.srt.managers.io_struct import CloseSessionReqInput, OpenSessionReqInput, SessionParams
@@ -138,7 +146,8 @@ def continue_sessions(engine: Engine, streaming: bool) -> Turns:
             outputs.append(list(request.output_ids_through_stop))
             inside += len(emitted) > len(outputs[-1])
             last = None if streaming else request.rid
-        sessions.close(CloseSessionReqInput(session_id=f"s{i}"))
+        # In the event loop, whose stream the KV pool's lists belong to.
+        engine.finish([], partial(_close, sessions, CloseSessionReqInput(session_id=f"s{i}")))
     found = Greedy(
         outputs,
         sum(request.spec_verify_ct for request in requests),
