@@ -53,6 +53,8 @@ SKIPPED_STEPS = 8  # they compile what is compiled at the first use
 LATER_SKIPPED_STEPS = 3  # of the rounds after the first
 PROFILED_STEPS = 24
 START_SECONDS = 300
+SAVE_SECONDS = 5
+SLOW = 0.7  # a width that emits less than this part of the best one's tokens per second is far from the best
 
 
 class Batch(NamedTuple):
@@ -391,6 +393,7 @@ class Measurement:
             stand_in = StandIn(engine, dict(zip(options.temperatures, options.acceptance, strict=True)))
         watch(engine.scheduler, stages)
         cpus, frozen = Cpus(options.cpus), 0
+        speeds: dict[str, dict[int, float]] = {}  # by row and ordered width, in the first round
         for i, name, of_row in [(i, *row) for i, of_round in enumerate(batches) for row in of_round.items()]:
             try:
                 ready.wait(START_SECONDS)
@@ -407,7 +410,10 @@ class Measurement:
                     self._warm_up(engine, widths, stand_in, of_row, options)
                 elif widths.are_chosen:  # the batch size has changed, and the budget has to settle
                     self._measure(engine, stages, widths, stand_in, of_row[:1], i, options)
+                of_name = speeds.setdefault(name, {})
                 for width, order in widths.turns(options.also, f"{name} {i}"):
+                    if i > 0 and of_name.get(width, math.inf) < SLOW * max(of_name.values()):
+                        continue
                     widths.fix(width)
                     named = case.split(":")[0] + order if order else case
                     row = dict(case=named, batch=name, round=i)
@@ -418,6 +424,8 @@ class Measurement:
                     except ValueError as error:  # one row less is no reason to lose the others
                         print(f"{named}, {name}, round {i}: {error}", file=sys.stderr, flush=True)
                         continue
+                    if i == 0 and width is not None:
+                        of_name[width] = tokens_per_second(row)
                     rows.put(row)
                 widths.fix(None)
 
@@ -482,12 +490,16 @@ def keep(rows: Any, result: dict[str, Any], output: Path, options: argparse.Name
         output: file.
         options: the command's.
     """
+    saved = -math.inf
     for row in iter(rows.get, None):
         result["results"].append(row)
-        result["summary"] = summarize(result["results"])
-        save(result, output)
+        if time.monotonic() - saved > SAVE_SECONDS:  # writing a large file takes longer than a turn
+            save(result, output)
+            saved = time.monotonic()
         if options.rounds == 1:
             show(row["case"], row, options.kernels)
+    result["summary"] = summarize(result["results"]) if result["results"] else []
+    save(result, output)
 
 
 def show(case: str, row: dict[str, Any], kernels: int) -> None:

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 STANDARD_WIDTHS = (1, 4, 8, 16, 24, 32, 48, 64)
 
 DECIDE_EVERY = 4  # steps of one kind: with a small model, a decision takes a part of the step's time
-HYSTERESIS = 0.015  # another width must be expected to emit this much more per second than the present one
+HYSTERESIS = 0.02  # another width must be expected to emit this much more per second than the present one
 # Weights of a new value in a running mean
 RATE_OF_COSTS = 0.2
-RATE_OF_TOKENS = 0.04  # per request, of up to four
+RATE_OF_TOKENS = 0.02  # per request, of up to four
 RATE_OF_CORRECTION = 0.02  # accept lengths vary more from step to step than probabilities do
 OUTLIER = 1.5  # factor. If one time alone is this much longer than expected, something else ran in between
 FEW = 3  # times, of which the mean says little

@@ -22,7 +22,7 @@ from sglang.srt.speculative.ddtree.trace import Trace
 
 READ_TOTALS_EVERY = 16  # steps
 # Steps that are all reported: the first ones, and those after a change. Later one in REPORT_EVERY is.
-FIRST_STEPS, CHANGED_STEPS, REPORT_EVERY = 256, 8, 4
+FIRST_STEPS, CHANGED_STEPS, REPORT_EVERY = 256, 4, 4
 
 
 @dataclass
@@ -132,7 +132,9 @@ class WidthControl:
         """Start the copies of the step's report. Call it when accept and commit are launched."""
         load, width, host_bound = self._next
         slot = self._slots[self._steps % len(self._slots)]
-        before = self._before if load.bs == self._last[0] else None
+        # The device waited for the host behind a step of another width, whose time is a part of what this one took.
+        mixed = host_bound and width != self._last[1]
+        before = self._before if load.bs == self._last[0] and not mixed else None
         self._same = self._same + 1 if (load.bs, width) == self._last else 0
         self._last = load.bs, width
         due = self._steps % REPORT_EVERY == REPORT_EVERY - 1
