@@ -412,7 +412,7 @@ class Measurement:
                     self._measure(engine, stages, widths, stand_in, of_row[:1], i, options)
                 of_name = speeds.setdefault(name, {})
                 for width, order in widths.turns(options.also, f"{name} {i}"):
-                    if i > 0 and of_name.get(width, math.inf) < SLOW * max(of_name.values()):
+                    if i > 0 and of_name.get(width, math.inf) < SLOW * max(of_name.values(), default=0.0):
                         continue
                     widths.fix(width)
                     named = case.split(":")[0] + order if order else case
