@@ -210,6 +210,8 @@ class Widths:
         if control is not None:
             self._budget, self._most = control.budget, None
             self._choose, control.choose = control.choose, self._count
+            self._observe, self._budget.observe = self._budget.observe, self._note
+        self._reports: list[tuple[int, int, bool]] = []
         self._is_measured = False
 
     @property
@@ -269,10 +271,16 @@ class Widths:
             self._most = load
         return width
 
+    def _note(self, step: Any) -> None:
+        if step.seconds is not None:
+            self._reports.append((step.width, round(1e6 * step.seconds), step.host_bound))
+        self._observe(step)
+
     def take(self) -> dict[str, Any]:
         """Return fields of a row: the steps since the last call by width, and the tokens and ms expected of a step by width.
 
-        The expectations are of the last load of the most requests. Without auto there are no fields.
+        The expectations are of the last load of the most requests. `reports` has what the budget learned of times: width,
+        microseconds, and whether the host was late. Without auto there are no fields.
         """
         if not self._counts:
             return {}
@@ -282,7 +290,10 @@ class Widths:
             width: (self._budget.tokens(width), 1e3 * self._budget.costs.seconds(load, width))
             for width in self._budget.widths
         }
-        return dict(widths=dict(sorted(counts.items())), expected=expected)
+        reports, self._reports = self._reports, []
+        return dict(widths=dict(sorted(counts.items())), expected=expected) | (
+            dict(reports=reports) if reports else {}
+        )
 
 
 def profile(engine: Engine, stages: Stages, batch: Batch) -> dict[str, Any]:
