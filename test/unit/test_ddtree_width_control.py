@@ -141,6 +141,17 @@ class TestWidthControl(CustomTestCase):
         self.assertEqual([step.host_bound for step in self.budget.steps], [False, False, True, True])
         self.assertEqual([step.seconds for step in self.budget.steps], [None, 3e-3, 3e-3, 3e-3])
 
+    def test_a_late_step_after_one_of_another_width_is_not_timed(self):
+        """Its time is the host's, less what the device took for the step before and more for this one."""
+        control = self.control()
+        control._on_card = control._sees_host = True
+        for slot in control._slots:
+            slot.end = Event()
+        for width, idle in ((8, True), (8, True), (2, True), (2, True), (8, False), (8, True), (8, True)):
+            Event.is_idle = idle
+            self.run_step(control, (3, 3), (2, 2), width)
+        self.assertEqual([step.seconds for step in self.budget.steps], [None, 3e-3, None, 3e-3, 3e-3])
+
     def test_without_overlap_no_step_tells_the_host_s_time(self):
         control = WidthControl(self.budget, self.expectation, refines_costs=True, overlaps=False)
         control._on_card = True  # then steps have events
