@@ -79,8 +79,8 @@ def _operation_json(op: Operation, writes: bool | None, allocation: tuple | None
 def render(report: dict) -> str:
     """Format a report that ``RaceReport.to_json`` made."""
     lines = [
-        f"{report['races']} races ({len(report['distinct'])} distinct) in {report['operations']} operations, "
-        f"{report['streams']} streams, {len(report['captures'])} captures."
+        f"Races: {report['races']} ({len(report['distinct'])} distinct). Operations: {report['operations']}, streams: "
+        f"{report['streams']}, captures: {len(report['captures'])}."
     ]
     meaning = {
         "allocation-reuse": "memory was reused before another stream had finished with it",
