@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import requests
 
 
@@ -162,6 +163,11 @@ class Server:
             requests.HTTPError: the server did not become idle.
         """
         requests.post(f"{self.url}/flush_cache", params={"timeout": 20}, timeout=60).raise_for_status()
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time so far of the process that takes requests, tokenizes and streams."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return times.user + times.system
 
     def freeze_gc(self) -> None:
         """Keep the garbage collector away from what exists now. Upstream does so after its own warm-up, which we skip.

@@ -1,7 +1,7 @@
 """Serves one model in several ways and measures all of them with upstream's own benchmarks of servers.
 
 All servers run on one device. One is measured at a time while the others are idle, and they take turns, so that other work
-on the host slows all of them alike. A server that fails is left out from then on.
+on the host slows all of them alike. A server that dies is left out from then on.
 
     python -m benchmark.serving.bench --model TARGET --drafter DRAFTER --prompts prompts.json --rounds 10
 
@@ -40,7 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no load after this time")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per answer")
     parser.add_argument(
-        "--requests-per-slot", type=int, default=3, help="requests of a run, per request at once"
+        "--requests-per-slot", type=float, default=3, help="requests of a run, per request at once"
     )
     parser.add_argument("--least-requests", type=int, default=4, help="requests of a run, at least")
     parser.add_argument(
@@ -123,46 +123,46 @@ class Bench:
                         return
                     cases = list(self.servers)
                     first = number % max(1, len(cases))
-                    load = dict(tool=tool, round=number, temperature=temperature, concurrency=concurrency)
+                    load = dict(tool=tool, number=number, temperature=temperature, concurrency=concurrency)
                     rows = (self.measure(case, **load) for case in cases[first:] + cases[:first])
                     yield [row for row in rows if row is not None]
 
     def measure(
-        self, case: str, *, tool: str, round: int, temperature: float, concurrency: int
+        self, case: str, *, tool: str, number: int, temperature: float, concurrency: int
     ) -> dict[str, Any] | None:
         """Measure a server once.
 
         Args:
             case: of the server.
             tool: which of upstream's benchmarks.
-            round: number of the round, which also decides which prompts are taken.
+            number: of the round, which also decides which prompts are taken.
             temperature: of all requests.
             concurrency: requests at once.
 
         Returns:
-            A row of the results file. None if the measurement failed; the server is then closed and left out.
+            A row of the results file. None if the measurement failed; a server that died is left out from then on.
         """
         server, options = self.servers[case], self.options
         load = dict(concurrency=concurrency, temperature=temperature)
-        run = load | dict(tokens=options.tokens, seed=round)
+        run = load | dict(tokens=options.tokens, seed=number)
         try:
+            begin = time.perf_counter(), time.process_time(), server.cpu_seconds()
             if tool == "serving":
-                wanted = max(options.least_requests, options.requests_per_slot * concurrency)
+                wanted = max(options.least_requests, round(options.requests_per_slot * concurrency))
                 load["requests"] = min(self.upstream.available, wanted)
                 found = self.upstream.serving(server.url, requests=load["requests"], **run)
             else:
                 found = self.upstream.one_batch(server.url, **run)
+            end = time.perf_counter(), time.process_time(), server.cpu_seconds()
         except Exception:
             traceback.print_exc()
-            print(
-                f"{case} failed and is left out.\n{server.log.read_text()[-3000:]}",
-                file=sys.stderr,
-                flush=True,
-            )
-            server.close()
-            del self.servers[case]
+            print(f"{case} failed.\n{server.log.read_text()[-3000:]}", file=sys.stderr, flush=True)
+            if not server.alive():
+                del self.servers[case]
             return None
-        return dict(case=case, tool=tool, round=round) | load | found
+        wall, client, http = (after - before for before, after in zip(begin, end))
+        busy = dict(client_busy=client / wall, http_process_busy=http / wall)
+        return dict(case=case, tool=tool, round=number) | load | found | busy
 
 
 def main() -> None:
