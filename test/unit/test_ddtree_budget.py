@@ -244,6 +244,17 @@ class TestBudget(CustomTestCase):
                             server.pending[-1] = late._replace(seconds=factor * late.seconds)
                     self.assertGreater(server.efficiency(bs, widths), 0.98)
 
+    def test_a_late_host_changes_little(self):
+        """The device bounds all steps but one, before which the host was away."""
+        for bs in BATCHES:
+            for factor in (1.6, 2.5, 10.0):
+                with self.subTest(bs=bs, factor=factor):
+                    server = Simulation(probes=False)
+                    server.run(bs, 200)
+                    late = server.pending[-1]
+                    server.pending[-1] = late._replace(seconds=factor * late.seconds, host_bound=True)
+                    self.assertGreater(server.efficiency(bs, server.run(bs, 20)), 0.97)
+
     def test_times_that_stay_longer_are_learned(self):
         """The card slows down, for all widths but the narrowest."""
         for factor in (1.6, 3.0):

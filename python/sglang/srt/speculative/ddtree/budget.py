@@ -179,6 +179,7 @@ class StepCosts:
         self._unseen: dict[Any, int] = {}  # by kind: reports since the host last bound a step
         self._latest_host: Any = None  # the latest kind whose host's seconds were seen
         self._latest_kind: Any = None
+        self._was_late = False  # whether the host bound the latest step
         self._timed: set[tuple[Any, int]] = set()
 
     def kind(self, load: Load) -> tuple[int, bool, int]:
@@ -251,19 +252,26 @@ class StepCosts:
         table = self._from_table(load, kind[0], width)
         mean = self._ratios.get((kind, width))
         expected = table * (mean.value if mean is not None else self._ratio_of_others(kind))
-        self._observe_host(kind, load.calls(width), seconds, host_bound)
+        self._observe_host(kind, load.calls(width), seconds, host_bound, expected)
         if host_bound and seconds >= expected:
             return False
         mean = self._ratios.setdefault((kind, width), _Mean())
         doubtful = not self.measured and mean.count == 0
         return mean.add(seconds / table, expected / table, doubtful=doubtful)
 
-    def _observe_host(self, kind: Any, calls: int, seconds: float, host_bound: bool) -> None:
-        """Take in the host's time, or that it took no longer."""
+    def _observe_host(self, kind: Any, calls: int, seconds: float, host_bound: bool, expected: float) -> None:
+        """Take in the host's time, or that it took no longer. `expected` is the device's time."""
         if self._latest_kind != kind:
             # The host may have become faster or slower since then.
             self._unseen[kind] = max(self._unseen.get(kind, 0), FEW_UNSEEN)
-            self._latest_kind = kind
+            self._latest_kind, self._was_late = kind, False
+        was_late, self._was_late = self._was_late, host_bound
+        if (
+            host_bound
+            and not was_late
+            and seconds > (1.0 + SURPRISE) * max(expected, self._host(kind, calls))
+        ):
+            return  # one late step alone says nothing about the next one
         if not host_bound:
             self._unseen[kind] += 1
             if seconds >= self._host(kind, calls):
@@ -278,7 +286,7 @@ class StepCosts:
             fewer, more = sorted((other, calls))
             most = (1.0 + MOST_CALL_HOST * (more - max(fewer, 1))) / (1.0 if fewer else PLAIN_HOST)
             bounds = (new, most * new) if other > calls else (new / most, new)
-            of_kind[other] = min(max(of_kind[other] * new / old, bounds[0]), bounds[1])
+            of_kind[other] = min(max(of_kind[other], bounds[0]), bounds[1])
         self._latest_host = kind
 
 
