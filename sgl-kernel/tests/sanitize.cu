@@ -56,13 +56,15 @@ struct Shape {
   int prefix = 45;
   bool draft_block = false;  // every node sees all others, as in a drafter's block
   int page_size = 1;
+  int h_kv = 1;
 };
 
 std::string describe(const Shape& s) {
   char text[128];
-  std::snprintf(text, sizeof text, "q %s, KV %s, head size %d, %d nodes%s x %d heads, %d splits, pages of %d",
+  std::snprintf(text, sizeof text, "q %s, KV %s, head size %d, %d nodes%s x %d/%d heads, %d splits, pages of %d",
                 s.q_dtype == DType::kBFloat16 ? "bf16" : "fp16", s.kv_dtype == DType::kFloat8E4M3 ? "fp8" : "as q",
-                s.d_qk, s.num_nodes, s.draft_block ? " of a draft block" : "", s.h_q, s.num_splits, s.page_size);
+                s.d_qk, s.num_nodes, s.draft_block ? " of a draft block" : "", s.h_q, s.h_kv, s.num_splits,
+                s.page_size);
   return text;
 }
 
@@ -109,7 +111,7 @@ void round_rows(DType type, std::vector<char>& rows, int d) {
 // if an LSE is further off than `lse_error`. `rounds_q`: the kernel rounds Q to e4m3, so the reference gets that Q.
 double run(const Shape& s, double lse_error, bool rounds_q) {
   const bool mla = s.d_qk == kMlaQkDim;
-  const int h_kv = 1, bs = 3, words = ancestor_words(s.num_nodes);
+  const int h_kv = s.h_kv, bs = 3, words = ancestor_words(s.num_nodes);
   const std::vector<int32_t> sizes = {s.num_nodes, 0, 2}, prefix = {s.prefix, 7, 0};
   const int total = s.num_nodes + 2;
   std::vector<int32_t> qo_indptr = {0}, kv_indptr = {0}, kv_indices, tree_slots;
@@ -165,8 +167,10 @@ double run(const Shape& s, double lse_error, bool rounds_q) {
   p.q_stride_h = s.d_qk;
   p.o_stride_t = int64_t{s.h_q} * s.d_v;
   p.o_stride_h = s.d_v;
-  p.k_stride_slot = p.k_stride_h = s.d_qk;
-  p.v_stride_slot = p.v_stride_h = mla ? s.d_qk : s.d_v;
+  p.k_stride_h = s.d_qk;
+  p.v_stride_h = mla ? s.d_qk : s.d_v;
+  p.k_stride_slot = h_kv * p.k_stride_h;
+  p.v_stride_slot = h_kv * p.v_stride_h;
   p.num_slots = num_slots;
   p.page_size = s.page_size;
   p.sm_scale = 1.0f / std::sqrt(static_cast<float>(s.d_qk));
@@ -262,6 +266,10 @@ int run_all(const char* kernels, Fp8 fp8) {
             for (int nodes : {20, 40}) shapes.push_back({q_dtype, kv_dtype, d, d, 2, nodes, 1, false, 700, false, 64});
           }
           shapes.push_back({q_dtype, kv_dtype, kMlaQkDim, kMlaVDim, 4, 20, 1, false, 700, false, 64});
+          for (int page_size : {1, 64}) {  // blocks with several tasks
+            for (int d : {64, 128})
+              shapes.push_back({q_dtype, kv_dtype, d, d, 200, 40, 1, false, 300, false, page_size, 100});
+          }
         }
         for (const Shape& shape : shapes) {
           ++launches;

@@ -219,6 +219,41 @@ def test_random_trees_and_shapes(seed, device):
     compare(random_case(seed), device)
 
 
+# On sm_90 over fp8 KV, a block of 128 packed rows takes several tasks (a request's KV head and 128 rows each), but at
+# most 12. Up to 32 requests are sorted by length. A card has 132 multiprocessors or fewer.
+MANY_TASKS = {
+    "ragged": dict(sizes=(100, 1, 0, 70, 33, 64, 2, 90, 0, 65, 100, 17), h_kv=12),
+    "pages": dict(sizes=(70, 0, 65, 33, 1, 66, 2, 70, 68), h_kv=12, page_size=64),
+    "fewer than multiprocessors": dict(sizes=(70, 0, 65), h_kv=10, page_size=64),
+    "more requests than are sorted": dict(sizes=(40, 3, 0, 33, 39) + (1,) * 30, h_kv=5),
+    "more than 12 per multiprocessor": dict(sizes=(65, 66, 0) + (1,) * 29, h_kv=25),
+    "splits": dict(sizes=(70, 0, 33, 66), h_kv=8, num_splits=3, page_size=64),
+    "one tile each": dict(sizes=(40,) * 14, h_kv=10, prefixes=(0, 1, 70)),
+}
+
+
+@on_each_kernel
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("head_size", [64, 96, 128])
+@pytest.mark.parametrize("name", MANY_TASKS)
+def test_many_tasks(name, head_size, kv_dtype, device):
+    values = dict(MANY_TASKS[name])
+    rng = random.Random(head_size)
+    sizes, prefixes = values.pop("sizes"), values.pop("prefixes", (0, 1, 63, 130, 300, 400))
+    compare(
+        Case(
+            trees=tuple(random_tree(n, rng) if n else () for n in sizes),
+            prefix_lens=tuple(rng.choice(prefixes) for _ in sizes),
+            h_q=2 * values["h_kv"],
+            d=head_size,
+            kv_dtype=kv_dtype,
+            padding_rows=3,
+            **values,
+        ),
+        device,
+    )
+
+
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_float32(device):
     """The reference itself, which rounds nothing but its result."""
@@ -400,9 +435,12 @@ def test_a_million_tokens(mla, device):
 
 
 @on_cuda
-@pytest.mark.parametrize("mla", [False, True])
-def test_graph_replay(mla, device):
-    """One capture serves other lengths, slots, trees and values, with eager's bits and without a host wait."""
+@pytest.mark.parametrize("heads", [(8, 1), (128, 64), "MLA"])
+def test_graph_replay(heads, device):
+    """One capture serves other lengths, slots, trees and values, with eager's bits and without a host wait. 64 KV heads
+    make more blocks than a card has multiprocessors."""
+    mla = heads == "MLA"
+    h_q, h_kv = (8, 1) if mla else heads
 
     def case(trees, prefix_lens, seed):
         rows = sum(len(t) for t in trees)
@@ -410,8 +448,8 @@ def test_graph_replay(mla, device):
             trees=trees,
             prefix_lens=prefix_lens,
             mla=mla,
-            h_q=8,
-            h_kv=1,
+            h_q=h_q,
+            h_kv=h_kv,
             d=128,
             padding_rows=80 - rows,
             num_nodes=64,

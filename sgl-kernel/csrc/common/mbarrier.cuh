@@ -68,6 +68,11 @@ struct RingPosition {
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
+  __device__ __forceinline__ void skip(int count) {
+    stage += count;
+    parity ^= stage / kStages & 1;
+    stage %= kStages;
+  }
 };
 
 }  // namespace ddtree

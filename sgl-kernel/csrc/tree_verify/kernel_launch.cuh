@@ -17,22 +17,27 @@ namespace ddtree {
     if (status_ != cudaSuccess) return status_; \
   } while (0)
 
-// Launches the kernel with one block per work item (y) and pair of KV head and M tile (x). x varies fastest, so blocks
-// that run at the same time read neighboring heads of the same tokens. `more`: the kernel's arguments after `p`.
+// Launches the kernel on a grid. `more`: the kernel's arguments after `p`.
 template <typename Traits, typename Kernel, typename... More>
-cudaError_t launch_partial(Kernel kernel, const TreeVerifyParams& p, const Launch& launch, const More&... more) {
-  constexpr int kTileM = Traits::kTileM;
+cudaError_t launch_grid(dim3 grid, Kernel kernel, const TreeVerifyParams& p, const Launch& launch,
+                        const More&... more) {
   DDTREE_RETURN_IF_FAILED(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
   if (launch.shape) {
-    launch.shape->tile_m = kTileM;
+    launch.shape->tile_m = Traits::kTileM;
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&launch.shape->blocks_per_multiprocessor, kernel,
                                                          Traits::kThreads, Traits::kSharedBytes);
   }
-  const int m_tiles = (packed_rows(p.num_nodes, p.h_q, p.h_kv) + kTileM - 1) / kTileM;
-  const dim3 grid(p.h_kv * m_tiles, p.bs * p.num_splits);
   kernel<<<grid, Traits::kThreads, Traits::kSharedBytes, launch.stream>>>(p, more...);
   return cudaGetLastError();
+}
+
+// Launches the kernel with one block per work item (y) and pair of KV head and M tile (x). x varies fastest, so blocks
+// that run at the same time read neighboring heads of the same tokens.
+template <typename Traits, typename Kernel, typename... More>
+cudaError_t launch_partial(Kernel kernel, const TreeVerifyParams& p, const Launch& launch, const More&... more) {
+  const int m_tiles = (packed_rows(p.num_nodes, p.h_q, p.h_kv) + Traits::kTileM - 1) / Traits::kTileM;
+  return launch_grid<Traits>(dim3(p.h_kv * m_tiles, p.bs * p.num_splits), kernel, p, launch, more...);
 }
 
 // Launches combine as the partial kernel's programmatic dependent: its blocks are set up while the last partials run.

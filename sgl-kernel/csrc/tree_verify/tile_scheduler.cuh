@@ -35,6 +35,17 @@ __device__ __forceinline__ Request load_lane_request(const TreeVerifyParams& p) 
   return lane < p.bs ? load_request(p, lane) : Request{};
 }
 
+// The request that lane `source` holds.
+__device__ __forceinline__ Request broadcast(const Request& mine, int source) {
+  Request q;
+  q.row0 = __shfl_sync(0xffffffff, mine.row0, source);
+  q.num_nodes = __shfl_sync(0xffffffff, mine.num_nodes, source);
+  q.prefix = __shfl_sync(0xffffffff, mine.prefix, source);
+  q.kv_begin = __shfl_sync(0xffffffff, mine.kv_begin, source);
+  q.kv_start = __shfl_sync(0xffffffff, mine.kv_start, source);
+  return q;
+}
+
 // Tokens per chunk. Warp-collective, with the same result in every lane. `mine` is load_lane_request().
 __device__ inline int chunk_tokens(const TreeVerifyParams& p, const Request& mine) {
   if (p.num_splits == 1) return 1 << 30;
@@ -83,11 +94,7 @@ __device__ inline WorkItem find_work(const TreeVerifyParams& p, int item) {
       w.index = base + source;
       w.num_chunks = __shfl_sync(0xffffffff, mine, source);
       const int start = first + __shfl_sync(0xffffffff, until, source) - w.num_chunks;
-      w.request.row0 = __shfl_sync(0xffffffff, q.row0, source);
-      w.request.num_nodes = __shfl_sync(0xffffffff, q.num_nodes, source);
-      w.request.prefix = __shfl_sync(0xffffffff, q.prefix, source);
-      w.request.kv_begin = __shfl_sync(0xffffffff, q.kv_begin, source);
-      w.request.kv_start = __shfl_sync(0xffffffff, q.kv_start, source);
+      w.request = broadcast(q, source);
       w.begin = w.request.kv_begin + (item - start) * chunk;
       w.end = min(w.begin + min(chunk, 1 << 30), w.request.prefix + w.request.num_nodes);
       return w;
@@ -106,6 +113,25 @@ __device__ inline WorkItem find_work(const TreeVerifyParams& p, int item, int m0
   WorkItem work = find_work(p, item);
   if (m0 >= work.request.num_nodes * heads) work.index = -1;
   return work;
+}
+
+// Without splits: the work item of the request with the `rank`-th most tokens, of up to 32. Warp-collective.
+__device__ inline WorkItem find_longest(const TreeVerifyParams& p, int rank) {
+  const int lane = threadIdx.x & 31;
+  const Request mine = load_lane_request(p);
+  const int tokens = mine.tokens();
+  int longer = 0;
+  for (int other = 0; other < p.bs; ++other) {
+    const int n = __shfl_sync(0xffffffff, tokens, other);
+    longer += n > tokens || (n == tokens && other < lane);
+  }
+  WorkItem w{};
+  w.index = __ffs(__ballot_sync(0xffffffff, lane < p.bs && longer == rank)) - 1;
+  w.request = broadcast(mine, max(w.index, 0));
+  w.num_chunks = 1;
+  w.begin = w.request.kv_begin, w.end = w.request.prefix + w.request.num_nodes;
+  if (w.request.num_nodes == 0) w.index = -1;
+  return w;
 }
 
 struct RowChunks {

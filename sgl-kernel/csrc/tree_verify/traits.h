@@ -141,17 +141,22 @@ struct GqaFp8Sm90Traits {
   static constexpr int kQParts = kSplit ? 2 : 1, kQPartBytes = kTileM * kBlocks * 128;
   static constexpr int kStages = kWarpgroups == 2 ? 4 : 2;
   // As the helpers' registers allow: passes of a copy unrolled, and whether K and V of a token are copied together.
-  static constexpr int kAhead = 4;
+  static constexpr int kAhead = kD == 96 && kWarpgroups == 2 ? 1 : 4;
   static constexpr bool kTogether = kD > 64;
   static constexpr bool kPaged = kPaged_;
+  static constexpr int kMaxTasks = kWarpgroups == 2 ? kThreads / 32 : 1;  // of a block (sm90/gqa_tasks.cuh)
+  // The tile of a task before which its Q is loaded, unless the task is the block's first.
+  static constexpr int kQueryAt = kStages - 2;
 
   struct Storage {
+    char raw_q[kMaxTasks > 1 ? kTileM * ((kD + 63) / 64 * 128) : 0];  // in 16 bits
     char q[kQParts * kQPartBytes];
     char stages[kStages * 2 * kTileBytes];
     char values[2 * kValuesBytes];
     float q_unscale[kTileM];
     uint64_t full[kStages], empty[kStages], values_full[2], values_empty[2];  // mbarriers
-    alignas(64) WorkItem work;
+    uint64_t q_full[2], q_empty[2];
+    alignas(64) Task tasks[kMaxTasks];
   };
   static constexpr int kSharedBytes = sizeof(Storage);
   static_assert(kSharedBytes <= (228 / kMinBlocks - 1) * 1024 && kSharedBytes <= kMaxSharedMemorySm90);

@@ -21,4 +21,10 @@ struct WorkItem {
   int begin, end;  // tokens [begin, end): those below `prefix` are the prefix, the rest are the tree
 };
 
+// A work item for one KV head and one block of packed rows.
+struct Task {
+  WorkItem work;
+  int item, kv_head, m0;
+};
+
 }  // namespace ddtree

@@ -24,6 +24,7 @@
 #include "common/wgmma.cuh"
 #include "tree_verify/epilogue.cuh"
 #include "tree_verify/sm90/gqa_sm90.cuh"
+#include "tree_verify/sm90/gqa_tasks.cuh"
 #include "tree_verify/traits.h"
 #include "tree_verify/tree_mask.cuh"
 
@@ -33,6 +34,7 @@ namespace ddtree {
 template <typename Traits>
 struct GqaFp8Block : KvStages<Traits> {
   using Storage = typename Traits::Storage;
+  __device__ __forceinline__ uint32_t raw_q() const { return this->base + offsetof(Storage, raw_q); }
   __device__ __forceinline__ uint32_t q(int part) const {
     return this->base + offsetof(Storage, q) + part * Traits::kQPartBytes;
   }
@@ -56,8 +58,10 @@ __device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&r
 
 // A transposing warp takes half of the tokens of every tile.
 template <typename Traits>
-__device__ __forceinline__ void gqa_fp8_transpose(const GqaFp8Block<Traits>& block, int warp, int tiles) {
+__device__ __forceinline__ void gqa_fp8_transpose(const GqaFp8Block<Traits>& block, const Task* tasks, int warp) {
   const int lane = threadIdx.x & 31, matrix = lane / 8, row = lane % 8;
+  int tiles = 0;
+  for (int n = 0; n < Traits::kMaxTasks; ++n) tiles += tasks[n].work.index < 0 ? 0 : task_tiles<Traits>(tasks[n]);
   RingPosition<Traits::kStages> at;
   RingPosition<2> to;
   for (int j = 0; j < tiles; ++j, at.advance(), to.advance()) {
@@ -86,11 +90,12 @@ __device__ __forceinline__ void gqa_fp8_transpose(const GqaFp8Block<Traits>& blo
   }
 }
 
-// A warpgroup loads its 64 rows of Q, with zeros for rows that do not exist and four threads per row.
-template <typename Traits>
-__device__ __forceinline__ void gqa_fp8_load_q(const TreeVerifyParams& p, const WorkItem& work,
-                                               const GqaFp8Block<Traits>& block, float* q_unscale, int kv_head,
-                                               int m0) {
+// A warpgroup rounds its 64 rows of Q, with zeros for rows that do not exist and four threads per row. kCopied: they
+// are in `raw_q`.
+template <typename Traits, bool kCopied>
+__device__ __forceinline__ void gqa_fp8_round_q(const TreeVerifyParams& p, const WorkItem& work,
+                                                const GqaFp8Block<Traits>& block, float* q_unscale, int kv_head,
+                                                int m0) {
   using T = typename Traits::Element;
   constexpr int kEach = Traits::kD / 32;  // 16-byte vectors per thread
   const int heads = p.h_q / p.h_kv, m_end = work.request.num_nodes * heads;
@@ -105,7 +110,16 @@ __device__ __forceinline__ void gqa_fp8_load_q(const TreeVerifyParams& p, const 
     float top = 0.f;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const uint4 raw = exists ? *reinterpret_cast<const uint4*>(q + (part + i * 4) * 8) : make_uint4(0, 0, 0, 0);
+      uint4 raw = make_uint4(0, 0, 0, 0);
+      if constexpr (kCopied) {
+        const uint32_t from = block.raw_q() + swizzled_columns(Traits::kTileM, m, part + i * 4);
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+                     : "r"(from)
+                     : "memory");
+      } else if (exists) {
+        raw = *reinterpret_cast<const uint4*>(q + (part + i * 4) * 8);
+      }
       const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
@@ -137,22 +151,37 @@ __device__ __forceinline__ void gqa_fp8_load_q(const TreeVerifyParams& p, const 
 }
 
 template <typename Traits>
-__device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const WorkItem& work,
-                                                const GqaFp8Block<Traits>& block, float* q_unscale, int kv_head, int m0,
-                                                int tiles, int paged) {
+__device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const Task* tasks, const Pages& pages,
+                                                const GqaFp8Block<Traits>& block, float* q_unscale) {
   using T = typename Traits::Element;
   constexpr int kD = Traits::kD, kTileN = Traits::kTileN;
   const int heads = p.h_q / p.h_kv, lane = threadIdx.x & 31, warp = threadIdx.x / 32, warpgroup = warp / 4;
-  gqa_fp8_load_q<Traits>(p, work, block, q_unscale, kv_head, m0);
-  fence_async_proxy();
-  named_barrier(1 + warpgroup, 128);
-
-  const int warp_row0 = m0 + warp * 16;
-  const TokenRange unmasked = shared_tokens(p, work);
+  const QueryBarriers<Traits> q_barriers{block.base};
+  int n = next_task<Traits>(tasks, 0);
+  int tiles, paged, q_parity = 0;
+  TokenRange unmasked;
   const LogitScale logit_scale = make_logit_scale(p.sm_scale, load_scale(p.k_scale), p.logit_cap);
   float factor[2];  // from q.k to a base-2 logit, or with a cap to the argument of tanh
+  auto release = [&](uint32_t barrier) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barrier);
+  };
+  auto begin_task = [&](auto first) {
+    constexpr bool kFirst = decltype(first)::value;
+    tiles = task_tiles<Traits>(tasks[n]), paged = pages.tiles<Traits>(tasks[n].work);
+    unmasked = shared_tokens(p, tasks[n].work);
+    if constexpr (!kFirst) {
+      mbarrier_wait(q_barriers.full(warpgroup), q_parity);
+      q_parity ^= 1;
+      named_barrier(1 + warpgroup, 128);  // the products of all warps with the Q before are done
+    }
+    gqa_fp8_round_q<Traits, !kFirst>(p, tasks[n].work, block, q_unscale, tasks[n].kv_head, tasks[n].m0);
+    if (Traits::kMaxTasks > 1) mbarrier_arrive(q_barriers.empty(warpgroup));
+    fence_async_proxy();
+    named_barrier(1 + warpgroup, 128);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) factor[half] = logit_scale.factor * q_unscale[warp * 16 + half * 8 + lane / 4];
+    for (int half = 0; half < 2; ++half) factor[half] = logit_scale.factor * q_unscale[warp * 16 + half * 8 + lane / 4];
+  };
   // Probabilities are relative to 2^row_max, which is 2^kE4m3Headroom below the row's largest.
   float o[kD / 2], row_max[2] = {neg_inf(), neg_inf()}, row_sum[2] = {0.f, 0.f};
 #pragma unroll
@@ -166,10 +195,6 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
   using Product = float[Traits::kPartD / 2];
   uint32_t prob[kTileN / 32][4], rest[Traits::kSplit ? kTileN / 32 : 1][4];
   float2 shrink;  // what to multiply O by before P V is added
-  auto release = [&](uint32_t barrier) {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(barrier);
-  };
   auto wait_for_keys = [&](int j) {
     mbarrier_wait(block.full(keys.stage), keys.parity);
     if (!Traits::kPaged || j >= paged) fence_async_proxy();
@@ -234,13 +259,14 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
     values.advance();
   };
   auto softmax = [&](int j, Scores& s) {  // turns the scores of tile j into P
+    const WorkItem& work = tasks[n].work;
     const int token0 = work.begin + j * kTileN;
     if (p.logit_cap > 0.f) {
 #pragma unroll
       for (int i = 0; i < kTileN / 2; ++i) s[i] = logit_scale.capped(s[i] * factor[i % 4 / 2]);
     }
     if (!(kD == 256 ? shared_tokens(p, work) : unmasked).contains(token0, kTileN))  // kD 256: no registers left
-      mask_scores<kTileN>(p, work, (warp_row0 + lane % 16) / heads, token0, s);
+      mask_scores<kTileN>(p, work, (tasks[n].m0 + warp * 16 + lane % 16) / heads, token0, s);
     const float scale[2] = {p.logit_cap > 0.f ? 1.f : factor[0], p.logit_cap > 0.f ? 1.f : factor[1]};
     return online_softmax<kTileN>(s, scale, kE4m3Headroom, 0.f, row_max, row_sum);
   };
@@ -259,6 +285,17 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
     }
   };
 
+  auto write_rows = [&](const Task& done, const float (&top)[2], const float (&sum)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int m = done.m0 + warp * 16 + half * 8 + lane / 4;
+      const RowWriter<T> writer(p, done.work, done.item, done.kv_head, m, top[half], quad_sum(sum[half]),
+                                lane % 4 == 0);
+      writer.template store_even_odd<kD / 16>(lane % 4 * 4, o, half * 2);
+    }
+  };
+
+  begin_task(std::true_type());
   Scores s;
   wait_for_keys(0);
   turn.take();
@@ -269,7 +306,29 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
   release_keys();
   shrink = softmax(0, s);
   pack(s);
-  for (int j = 1; j < tiles; ++j) {
+  for (int j = 1;; ++j) {
+    const int n_before = n;
+    const bool starts = j == tiles;
+    if (starts) {
+      const int next = next_task<Traits>(tasks, n + 1);
+      if (Traits::kMaxTasks == 1 || next == Traits::kMaxTasks) break;
+      n = next;
+      begin_task(std::bool_constant<Traits::kMaxTasks == 1>());  // kMaxTasks 1: never reached
+      j = 0;
+    }
+    float top[2], sum[2];
+    auto begin_rows = [&] {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        top[half] = row_max[half], sum[half] = row_sum[half];
+        row_max[half] = neg_inf(), row_sum[half] = 0.f;
+      }
+    };
+    auto finish_rows = [&] {
+      write_rows(tasks[n_before], top, sum);
+#pragma unroll
+      for (int i = 0; i < kD / 2; ++i) o[i] = 0.f;
+    };
     mbarrier_wait(block.values_full(values.stage), values.parity);
     wait_for_keys(j);
     if constexpr (Traits::kOverlap) {
@@ -277,14 +336,16 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
       Product product;
       turn.take();
       start_scores(s);
-      start_product(0, product);  // of tile j - 1; runs during the softmax
+      start_product(0, product);  // of the tile before; runs during the softmax
       turn.give();
       wgmma_wait<1>();
       wgmma_pin(s);
       release_keys();
+      if (starts) begin_rows();
       const float2 next_shrink = softmax(j, s);
       finish_product(0, product);
       release_values();
+      if (starts) finish_rows();
       shrink = next_shrink;
       pack(s);
     } else {
@@ -293,6 +354,7 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
       start_scores(s);
       turn.give();
       release_values();
+      if (starts) begin_rows(), finish_rows();
       wgmma_wait<0>();
       wgmma_pin(s);
       release_keys();
@@ -304,13 +366,7 @@ __device__ __forceinline__ void gqa_fp8_consume(const TreeVerifyParams& p, const
   turn.take();
   add_values(s);
   turn.give(true);
-
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int m = warp_row0 + half * 8 + lane / 4;
-    const RowWriter<T> writer(p, work, blockIdx.y, kv_head, m, row_max[half], quad_sum(row_sum[half]), lane % 4 == 0);
-    writer.template store_even_odd<kD / 16>(lane % 4 * 4, o, half * 2);
-  }
+  write_rows(tasks[n], row_max, row_sum);
 }
 
 template <typename Traits>
@@ -320,42 +376,38 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   extern __shared__ __align__(1024) char swizzled_smem[];
   Storage& storage = *reinterpret_cast<Storage*>(swizzled_smem);
   const GqaFp8Block<Traits> block{{smem_address(swizzled_smem)}};
-  const int heads = p.h_q / p.h_kv, m_tiles = gridDim.x / p.h_kv;
-  const int kv_head = blockIdx.x / m_tiles, m0 = blockIdx.x % m_tiles * Traits::kTileM;
   if (Traits::kPaged && threadIdx.x == 0) pages.prefetch();
   const int warp = threadIdx.x / 32, helper = warp - Traits::kConsumers / 32;
-  WorkItem& work = storage.work;
-  if (helper == 0) {
-    WorkItem found = find_work(p, blockIdx.y, m0, heads);
-    drop_unseen_nodes(p, found, m0, Traits::kTileM, heads, Traits::kTileN);
-    if (threadIdx.x % 32 == 0) {
-      work = found;
-      for (int s = 0; s < Traits::kStages; ++s) {
-        mbarrier_init(block.full(s), 32 * Traits::kProducers);
-        mbarrier_init(block.empty(s), Traits::kConsumers / 32 + 64);
-      }
-      for (int i = 0; i < 2; ++i) {
-        mbarrier_init(block.values_full(i), 64);
-        mbarrier_init(block.values_empty(i), Traits::kConsumers / 32);
-      }
-      fence_mbarrier_init();
+  find_tasks<Traits>(p, storage.tasks);
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < Traits::kStages; ++s) {
+      mbarrier_init(block.full(s), 32 * Traits::kProducers);
+      mbarrier_init(block.empty(s), Traits::kConsumers / 32 + 64);
     }
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(block.values_full(i), 64);
+      mbarrier_init(block.values_empty(i), Traits::kConsumers / 32);
+    }
+    if (Traits::kMaxTasks > 1) QueryBarriers<Traits>{block.base}.init();
+    fence_mbarrier_init();
   }
   allow_dependents();
   __syncthreads();
-  if (work.index < 0) return;
-  const int tiles = ceil_div(work.end - work.begin, Traits::kTileN);
+  if (next_task<Traits>(storage.tasks, 0) == Traits::kMaxTasks) return;
 
   if (helper >= 0) {
     if constexpr (Traits::kConsumerRegisters < 256) shrink_registers<Traits::kHelperRegisters>();
-    if (helper < Traits::kProducers) {
-      produce<Traits>(p, work, pages, block, kv_head, helper, tiles);
+    if (helper >= Traits::kProducers) {
+      gqa_fp8_transpose<Traits>(block, storage.tasks, helper - Traits::kProducers);
+    } else if constexpr (Traits::kMaxTasks > 1) {
+      produce_tasks<Traits>(p, storage.tasks, pages, block, block.raw_q(), helper);
     } else {
-      gqa_fp8_transpose<Traits>(block, helper - Traits::kProducers, tiles);
+      const Task& task = storage.tasks[0];
+      produce<Traits>(p, task.work, pages, block, task.kv_head, helper, task_tiles<Traits>(task));
     }
   } else {
     if constexpr (Traits::kConsumerRegisters < 256) grow_registers<Traits::kConsumerRegisters>();
-    gqa_fp8_consume<Traits>(p, work, block, storage.q_unscale, kv_head, m0, tiles, pages.tiles<Traits>(work));
+    gqa_fp8_consume<Traits>(p, storage.tasks, pages, block, storage.q_unscale);
   }
 }
 

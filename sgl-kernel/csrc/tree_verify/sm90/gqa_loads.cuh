@@ -62,17 +62,18 @@ __device__ __forceinline__ void for_each_vector(int token0, const int (&slots)[(
   }
 }
 
-// A warp copies the first `tiles` tiles by page.
-template <typename Traits>
+// A warp copies the first `tiles` tiles by page, to stages from `at` on. Calls before(j) before tile j.
+template <typename Traits, typename F>
 __device__ __forceinline__ void copy_pages(const TreeVerifyParams& p, const WorkItem& work, const Pages& pages,
-                                           const KvStages<Traits>& stages, int kv_head, int tiles) {
+                                           const KvStages<Traits>& stages, int kv_head, int tiles,
+                                           RingPosition<Traits::kStages> at, F before) {
   constexpr int kTileN = Traits::kTileN, kRowBlocks = Traits::kTileBytes / (kTileN * kSwizzleRowBytes);
   const int lane = threadIdx.x & 31;
   // Lane i looks up the slot of box i.
   auto load_slot = [&](int tile) { return work_slot(p, work, work.begin + tile * kTileN + lane * kBoxTokens); };
   int next = load_slot(0);
-  RingPosition<Traits::kStages> at;
   for (int j = 0; j < tiles; ++j, at.advance()) {
+    before(j);
     int slots[kTileN / kBoxTokens];
 #pragma unroll
     for (int i = 0; i < kTileN / kBoxTokens; ++i) slots[i] = __shfl_sync(0xffffffff, next, i);
@@ -96,10 +97,12 @@ __device__ __forceinline__ void copy_pages(const TreeVerifyParams& p, const Work
   __syncwarp();
 }
 
-// A producer warp copies its tokens of every tile, or waits for the warp that copies pages.
-template <typename Traits>
+// A producer warp copies its tokens of every tile, or waits for the warp that copies pages. `at` is the stage of the
+// first tile, and afterwards the one after the last. Calls before(j) before tile j, for j < kStages at least.
+template <typename Traits, typename F>
 __device__ __forceinline__ void produce(const TreeVerifyParams& p, const WorkItem& work, const Pages& pages,
-                                        const KvStages<Traits>& stages, int kv_head, int warp, int tiles) {
+                                        const KvStages<Traits>& stages, int kv_head, int warp, int tiles,
+                                        RingPosition<Traits::kStages>& at, F before) {
   constexpr int kTileN = Traits::kTileN, kTokens = Traits::kProducerTokens, kSlots = (kTokens + 31) / 32;
   constexpr int kElement = Traits::kRowBytes / Traits::kD;
   const int lane = threadIdx.x & 31, token0 = warp * kTokens;
@@ -116,12 +119,17 @@ __device__ __forceinline__ void produce(const TreeVerifyParams& p, const WorkIte
   load_slots(paged);
   if constexpr (Traits::kPaged) {
     if (paged > 0) {
-      if (warp == 0) copy_pages<Traits>(p, work, pages, stages, kv_head, paged);
+      if (warp == 0) {
+        copy_pages<Traits>(p, work, pages, stages, kv_head, paged, at, before);
+      } else {
+        for (int j = 0; j < min(paged, Traits::kStages); ++j) before(j);
+      }
       meet_producers(32 * Traits::kProducers);
+      at.skip(paged);
     }
   }
-  RingPosition<Traits::kStages> at{paged % Traits::kStages, paged / Traits::kStages & 1};
   for (int j = paged; j < tiles; ++j, at.advance()) {
+    before(j);
     int now[kSlots];
 #pragma unroll
     for (int r = 0; r < kSlots; ++r) now[r] = slots[r];
@@ -154,6 +162,14 @@ __device__ __forceinline__ void produce(const TreeVerifyParams& p, const WorkIte
     }
     mbarrier_arrive_after_copies(stages.full(at.stage));
   }
+}
+
+// A producer warp of a block with one work item.
+template <typename Traits>
+__device__ __forceinline__ void produce(const TreeVerifyParams& p, const WorkItem& work, const Pages& pages,
+                                        const KvStages<Traits>& stages, int kv_head, int warp, int tiles) {
+  RingPosition<Traits::kStages> at;
+  produce<Traits>(p, work, pages, stages, kv_head, warp, tiles, at, [](int) {});
   cp_async_wait_all();  // no thread may exit with copies in flight
 }
 

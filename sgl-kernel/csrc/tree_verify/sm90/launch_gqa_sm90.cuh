@@ -7,11 +7,27 @@
 
 namespace ddtree {
 
+// Launches the kernel with one block per task, or fewer that take several (gqa_tasks.cuh). Tasks are ordered as the
+// blocks of launch_partial().
+template <typename Traits, typename Kernel>
+cudaError_t launch_tasks(Kernel kernel, const TreeVerifyParams& p, const Launch& launch, const Pages& pages) {
+  const int m_tiles = (packed_rows(p.num_nodes, p.h_q, p.h_kv) + Traits::kTileM - 1) / Traits::kTileM;
+  const int tasks = p.h_kv * m_tiles * p.bs * p.num_splits;
+  int blocks = tasks;
+  if (Traits::kMaxTasks > 1) {
+    int device = 0, multiprocessors = 0;
+    DDTREE_RETURN_IF_FAILED(cudaGetDevice(&device));
+    DDTREE_RETURN_IF_FAILED(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    blocks = task_blocks<Traits>(p, tasks, multiprocessors);
+  }
+  return launch_grid<Traits>(dim3(blocks), kernel, p, launch, pages);
+}
+
 template <typename T, bool kSplit, int kD, int kWarpgroups>
 cudaError_t launch_gqa_fp8_sm90(const TreeVerifyParams& p, const Launch& launch) {
   return with_pages(p, launch, [&](auto paged, const Pages& pages) {
     using Traits = GqaFp8Sm90Traits<T, kSplit, kD, kWarpgroups, decltype(paged)::value>;
-    return launch_partial<Traits>(gqa_fp8_sm90_partial_kernel<Traits>, p, launch, pages);
+    return launch_tasks<Traits>(gqa_fp8_sm90_partial_kernel<Traits>, p, launch, pages);
   });
 }
 
