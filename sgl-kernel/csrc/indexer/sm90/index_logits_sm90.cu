@@ -4,8 +4,8 @@
 // products of the next row and of the other warpgroups run.
 //
 // The order of the 128 dimensions within a product is free as long as both operands agree. A lane reads 16 bytes of a
-// key, dimensions 32 c + 8 (lane % 4) to + 7, and feeds them to two consecutive steps of 16 dimensions. The queries are
-// put into the same order.
+// key, dimensions 32 c + 8 (lane % 4) to + 7, and feeds them to two consecutive steps of 16 dimensions. place_queries
+// puts the dimensions of the queries into the same order.
 #include "common/cp_async.cuh"
 #include "common/mbarrier.cuh"
 #include "common/wgmma.cuh"
@@ -94,53 +94,30 @@ __device__ __forceinline__ int query_offset(int head, int c, int j, int pair) {
   return c / 2 * kBlockBytes + swizzled(head, c % 2 * 4 + pair) + 4 * j;
 }
 
-// What a thread brings of a request's queries into shared memory. All of it is asked for before the first keys. Behind
-// the keys that a block asks for at once, the queries of the first tile would arrive when most keys have.
-template <int kRows>
-struct Queries {
-  static constexpr int kHeadPieces = kChunks * 4, kRowPieces = kMaxIndexHeads * kHeadPieces;  // of 16 bytes
-  static constexpr int kPieces = (kRows * kRowPieces + Traits::kThreads - 1) / Traits::kThreads;
-  static_assert(kRows * kMaxIndexHeads <= Traits::kThreads);
-  uint4 pieces[kPieces];
-  float weight;
-  int length;
-
-  __device__ __forceinline__ void load(const IndexLogitsParams& p, int request, int limit) {
-    const int64_t first_row = int64_t{request} * kRows;
-#pragma unroll
-    for (int n = 0; n < kPieces; ++n) {
-      const int i = threadIdx.x + n * Traits::kThreads;
-      const int row = i / kRowPieces, head = i / kHeadPieces % kMaxIndexHeads;
-      pieces[n] = {};
-      if (row < kRows && head < p.heads) {
-        const auto* q = static_cast<const __nv_bfloat16*>(p.q) + (first_row + row) * p.q_stride_row;
-        pieces[n] = *reinterpret_cast<const uint4*>(q + head * p.q_stride_head + i % kHeadPieces * 8);
-      }
+__device__ __forceinline__ void place_queries(const Block& block, const IndexLogitsParams& p, int request, int limit) {
+  const int64_t first_row = int64_t{request} * p.rows;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < p.rows * kMaxIndexHeads * kChunks * 4; i += Traits::kThreads) {
+    const int j = i % 4, c = i / 4 % kChunks;
+    const int head = i / (4 * kChunks) % kMaxIndexHeads, row = i / (4 * kChunks * kMaxIndexHeads);
+    uint4 q = {};
+    if (head < p.heads) {
+      q = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.q) + (first_row + row) * p.q_stride_row +
+                                          head * p.q_stride_head + 32 * c + 8 * j);
     }
-    const int row = threadIdx.x / kMaxIndexHeads, head = threadIdx.x % kMaxIndexHeads;
-    weight = row < kRows && head < p.heads ? p.weights[(first_row + row) * p.weight_stride + head] : 0.0f;
-    length = threadIdx.x < kRows ? min(p.seq_lens[first_row + threadIdx.x], limit) : 0;
-  }
-
-  __device__ __forceinline__ void store(const Block& block) const {
+    const uint32_t pairs[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-    for (int n = 0; n < kPieces; ++n) {
-      const int i = threadIdx.x + n * Traits::kThreads;
-      const int row = i / kRowPieces, head = i / kHeadPieces % kMaxIndexHeads, c = i / 4 % kChunks;
-      const uint32_t pairs[4] = {pieces[n].x, pieces[n].y, pieces[n].z, pieces[n].w};
-      if (row < kRows) {
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-          char* at = block.queries + row * kRowBytes + query_offset(head, c, i % 4, pair);
-          *reinterpret_cast<uint32_t*>(at) = pairs[pair];
-        }
-      }
+    for (int pair = 0; pair < 4; ++pair) {
+      *reinterpret_cast<uint32_t*>(block.queries + row * kRowBytes + query_offset(head, c, j, pair)) = pairs[pair];
     }
-    if (threadIdx.x < kRows * kMaxIndexHeads) block.weights[threadIdx.x] = weight;
-    if (threadIdx.x < kRows) block.lengths[threadIdx.x] = length;
-    fence_async_proxy();
   }
-};
+  for (int i = threadIdx.x; i < p.rows * kMaxIndexHeads; i += Traits::kThreads) {
+    const int row = i / kMaxIndexHeads, head = i % kMaxIndexHeads;
+    block.weights[i] = head < p.heads ? p.weights[(first_row + row) * p.weight_stride + head] : 0.0f;
+  }
+  if (threadIdx.x < p.rows) block.lengths[threadIdx.x] = min(p.seq_lens[first_row + threadIdx.x], limit);
+  fence_async_proxy();
+}
 
 // Starts the products of a tile's keys with the heads of one row, whose descriptor is `row`.
 __device__ __forceinline__ void multiply(float (&d)[kMaxIndexHeads / 2], const KeyTile& keys, uint64_t row) {
@@ -186,14 +163,12 @@ __device__ __forceinline__ void process(const Block& block, const IndexLogitsPar
     return tile < end && key < count ? key_at(p, request, key) : nullptr;
   };
   int tile = begin + threadIdx.x / 128;
-  Queries<kRows> queries;
-  queries.load(p, request, limit);
   if (lane < block.stages) {
     const auto* source = source_of(tile + lane * Traits::kWarpgroups);
     if (source != nullptr) copy_keys(block, (turn.stage + lane) % block.stages, source);
   }
   __syncthreads();  // every warp is done with the previous request's queries
-  queries.store(block);
+  place_queries(block, p, request, limit);
   __syncthreads();
 
   KeyTile keys = {};
