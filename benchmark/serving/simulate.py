@@ -146,7 +146,7 @@ def main() -> None:
         + ", ".join(f"{width}: {acceptance.tokens(width):.2f}" for width in widths)
     )
     for bs in costs.batch_sizes:
-        row = simulate(acceptance, costs, Load(bs, bs * options.context, False), options.noise, options.runs)
+        row = simulate(acceptance, costs, Load(bs, bs * options.context, 0), options.noise, options.runs)
         result["results"].append(row)
         show(row, widths)
     save(result, options.output)

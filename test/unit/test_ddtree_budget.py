@@ -43,18 +43,18 @@ class Simulation:
         noise: spread of times and accept lengths.
         card: (bs, width) -> milliseconds of the device.
         host: milliseconds of the host, of a step with a draft that calls the sampler once.
-        nodes_per_call: nodes that one call of the sampler takes; 0: any number.
+        nodes_per_call: nodes that one call of the sampler takes; 0: all requests are greedy.
         call: what each further call adds to the host's time, as a part of it.
     """
 
     def __init__(
-        self, table=TABLE, *, kept=1.0, noise=0.03, sampled=False, probes=True, card=card, host=0.0, nodes_per_call=0,
+        self, table=TABLE, *, kept=1.0, noise=0.03, probes=True, card=card, host=0.0, nodes_per_call=0,
         call=0.15,
     ):  # fmt: skip
         self.card, self.host, self.nodes_per_call, self.call = card, host, nodes_per_call, call
         self.costs = StepCosts(WIDTHS, BATCHES, table and dict(table))
         self.budget = Budget(self.costs, probes=probes)
-        self.kept, self.noise, self.sampled = kept, noise, sampled
+        self.kept, self.noise = kept, noise
         self.slower = 1.0  # of steps with a draft
         self.random = random.Random(1)
         self.pending, self.log = [], []
@@ -77,7 +77,7 @@ class Simulation:
         return 1e-3 * self.host * (1.0 + self.call * (calls - 1) if width > 1 else 0.75)
 
     def load(self, bs, context=2000):
-        return Load(bs, bs * context, self.sampled, self.nodes_per_call)
+        return Load(bs, bs * context, self.nodes_per_call)
 
     def rate(self, bs, width):
         return bs * self.emitted(width) / self.seconds(bs, width)
@@ -227,7 +227,7 @@ class TestBudget(CustomTestCase):
         """A step after a pause of the server seems to take a second."""
         server = Simulation(probes=False, noise=0.0)
         before = server.run(4, 100)[-1]
-        load = Load(4, 8000, False)
+        load = Load(4, 8000, 0)
         server.budget.observe(Step(load, before, 1.0, None, None))
         self.assertEqual(server.run(4, 1), [before])
 
@@ -281,7 +281,7 @@ class TestBudget(CustomTestCase):
         for bs in (8, 16, 32):
             for call in (0.08, 0.15, 0.25):
                 for kept in (0.5, 1.0):
-                    server = Simulation(SMALL_TABLE, card=small_card, host=2.0, sampled=True, kept=kept, nodes_per_call=100,
+                    server = Simulation(SMALL_TABLE, card=small_card, host=2.0, kept=kept, nodes_per_call=100,
                                         call=call)  # fmt: skip
                     for host in (2.0, 2.8, 1.8):
                         with self.subTest(bs=bs, call=call, kept=kept, host=host):
@@ -292,7 +292,7 @@ class TestBudget(CustomTestCase):
     def test_a_slow_host_is_no_reason_to_draft_nothing(self):
         """Without a draft the host has less to do, and what is known of that gets old."""
         costs = StepCosts(WIDTHS, BATCHES, dict(SMALL_TABLE))
-        load = Load(4, 0, False)
+        load = Load(4, 0, 0)
         for seconds in (1e-3, *[2e-3] * 30):
             costs.observe(load, 1, 0.75 * seconds, True)
             costs.observe(load, 16, seconds, True)
@@ -304,7 +304,7 @@ class TestBudget(CustomTestCase):
 
     def test_the_device_bounds_what_the_host_needs(self):
         costs = StepCosts(WIDTHS, BATCHES, dict(SMALL_TABLE))
-        load = Load(32, 0, False)
+        load = Load(32, 0, 0)
         for _ in range(10):
             costs.observe(load, 8, 4e-3, True)
         self.assertAlmostEqual(costs.seconds(load, 16), 4e-3)
@@ -314,7 +314,7 @@ class TestBudget(CustomTestCase):
         self.assertAlmostEqual(costs.seconds(load, 64), costs.table[32, 64][0])
 
     def test_sampling_has_its_own_times(self):
-        greedy, sampled = Load(4, 0, False), Load(4, 0, True)
+        greedy, sampled = Load(4, 0, 0), Load(4, 0, 100)
         costs = StepCosts(WIDTHS, BATCHES, dict(TABLE))
         before = costs.seconds(greedy, 16)
         for _ in range(20):
@@ -326,11 +326,9 @@ class TestBudget(CustomTestCase):
 
     def test_batches_between_and_beyond_the_graphs(self):
         costs = StepCosts(WIDTHS, BATCHES, dict(TABLE))
-        self.assertEqual(costs.seconds(Load(5, 0, False), 16), costs.seconds(Load(8, 0, False), 16))
-        self.assertAlmostEqual(
-            costs.seconds(Load(64, 0, False), 16), 2 * costs.seconds(Load(32, 0, False), 16)
-        )
-        self.assertGreater(costs.seconds(Load(5, 100_000, False), 16), costs.seconds(Load(5, 0, False), 16))
+        self.assertEqual(costs.seconds(Load(5, 0, 0), 16), costs.seconds(Load(8, 0, 0), 16))
+        self.assertAlmostEqual(costs.seconds(Load(64, 0, 0), 16), 2 * costs.seconds(Load(32, 0, 0), 16))
+        self.assertGreater(costs.seconds(Load(5, 100_000, 0), 16), costs.seconds(Load(5, 0, 0), 16))
 
     def test_widths(self):
         self.assertEqual(widths_up_to(64, 12), (1, 4, 8, 12, 16, 24, 32, 48, 64))

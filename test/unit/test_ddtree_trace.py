@@ -89,7 +89,7 @@ class TestTrace(CustomTestCase):
         widths, table = (1, 4, 8), {(1, 1): (1.0, 0.0), (1, 4): (1.5, 0.0), (1, 8): (2.0, 0.0)}
         expectation = Expectation(widths=widths, max_requests=2, block_size=4, num_candidates=3, device="cpu")
         trace = Trace(str(path), 4, expectation, StepCosts(widths, [1], table))
-        load = Load(1, 100, False)
+        load = Load(1, 100, 0)
         trees, accepted = DraftTrees.allocate(2, 8, "cpu"), Accepted.allocate(2, 4, "cpu")
         candidates = torch.arange(18).view(2, 3, 3)
         logs = torch.tensor([0.5, 0.25, 0.125]).log().expand(2, 3, 3).contiguous()
@@ -125,7 +125,7 @@ class TestTrace(CustomTestCase):
         with self.assertLogs("sglang.srt.speculative.ddtree.trace", "WARNING") as log:
             trace = Trace("/dev/full", 3, expectation, None)
             for _ in range(3):
-                trace.choose(Load(1, 10, False), 4)
+                trace.choose(Load(1, 10, 0), 4)
                 trace.step(DraftTrees.allocate(1, 4, "cpu"), Accepted.allocate(1, 3, "cpu"), ["a"])
         self.assertEqual(len(log.output), 1)
         self.assertIn("/dev/full cannot be written", log.output[0])

@@ -16,7 +16,7 @@ from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=12, suite="unit")
 
-WIDTHS, LOAD = (1, 4, 8), Load(2, 100, False)
+WIDTHS, LOAD = (1, 4, 8), Load(2, 100, 0)
 
 
 class Budget:
@@ -108,11 +108,11 @@ class TestWidthControl(CustomTestCase):
         control = self.control()
         for step in range(20):
             load = control.load(torch.tensor([100 + step, 100 + step]), 300)
-            self.assertEqual((load.bs, load.sampled, load.nodes_per_call), (2, True, 300))
+            self.assertEqual((load.bs, load.nodes_per_call), (2, 300))
             self.assertLess(abs(load.context - 2 * (100 + step)), 2 * REPORT_EVERY)
             control.choose(load)
             control.finish()
-        self.assertEqual(control.load(torch.tensor([7]), None), Load(1, 7, False))
+        self.assertEqual(control.load(torch.tensor([7]), 0), Load(1, 7, 0))
 
     def test_a_step_without_a_draft_reports_its_time_alone(self):
         control = self.control()

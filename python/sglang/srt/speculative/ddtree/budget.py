@@ -67,14 +67,13 @@ class Load(NamedTuple):
     Attributes:
         bs: requests.
         context: tokens before the step, of all requests together.
-        sampled: whether a request is not greedy. The sampler's time grows with the width.
-        nodes_per_call: nodes that one call of the sampler takes; 0: any number.
+        nodes_per_call: nodes that one call of the sampler takes, whose time grows with the width; 0: all requests are
+            greedy.
     """
 
     bs: int
     context: int
-    sampled: bool
-    nodes_per_call: int = 0
+    nodes_per_call: int
 
     def calls(self, width: int) -> int:
         """Return how many times a step of this width calls the sampler. 0: it has no draft."""
@@ -182,10 +181,10 @@ class StepCosts:
         self._was_late = False  # whether the host bound the latest step
         self._timed: set[tuple[Any, int]] = set()
 
-    def kind(self, load: Load) -> tuple[int, bool, int]:
+    def kind(self, load: Load) -> tuple[int, int]:
         """Return the kind of a load. Steps of one kind run the same graphs and the same sampler, and share their times."""
         at = bisect.bisect_left(self.batch_sizes, load.bs)
-        return self.batch_sizes[min(at, len(self.batch_sizes) - 1)], load.sampled, load.nodes_per_call
+        return self.batch_sizes[min(at, len(self.batch_sizes) - 1)], load.nodes_per_call
 
     def seconds(self, load: Load, width: int) -> float:
         """Return the expected time of a step."""
@@ -212,13 +211,13 @@ class StepCosts:
         # Above the largest graph, time grows in proportion to the batch.
         return max(1.0, load.bs / bs) * fixed + load.context * per_token
 
-    def _ratio_of_others(self, kind: tuple[int, bool, int]) -> float:
+    def _ratio_of_others(self, kind: tuple[int, int]) -> float:
         """Return the ratio of a width without times: that of its kind, or of all kinds. They share the device."""
         of_kind = [mean.value for (other, _), mean in self._ratios.items() if other == kind]
         known = of_kind or [mean.value for mean in self._ratios.values()]
         return sum(known) / len(known) if known else 1.0
 
-    def _host(self, kind: tuple[int, bool, int], calls: int) -> float:
+    def _host(self, kind: tuple[int, int], calls: int) -> float:
         """Return the host's seconds. If they were never seen, those of the steps that are most like it; at first 0."""
         if kind not in self._hosts:
             kind = self._latest_host
@@ -329,7 +328,7 @@ class Budget:
         self.probes = probes
         # Tokens per step and request by width. Until the first draft, those of an average drafter.
         self.expected = [1.0 + 1.5 * (1.0 - 1.0 / width**0.5) for width in self.widths]
-        self._kinds: dict[tuple[int, bool, int], _Kind] = {}
+        self._kinds: dict[tuple[int, int], _Kind] = {}
         self._latest: _Kind | None = None
         # Steps with a draft, and running means of the tokens per request that they were expected to emit and emitted.
         self._drafts, self._mean_expected, self._mean_emitted = 0, 1.0, 1.0

@@ -4,8 +4,8 @@ A trace is a file of JSON lines. The first line is the header. A "step" line has
 The other lines are the calls of the budget, with which replay() repeats its choices.
 
     {"header": {"block_size": F, "widths": [...], "batch_sizes": [...], "seconds": [[bs, width, fixed, per token], ...]}}
-    {"choose": [bs, context, sampled, nodes per call of the sampler], "width": N}
-    {"observe": [bs, context, sampled, nodes per call], "width": N, "seconds": s, "expected": [...], "emitted": t,
+    {"choose": [bs, context, nodes per call of the sampler], "width": N}
+    {"observe": [bs, context, nodes per call], "width": N, "seconds": s, "expected": [...], "emitted": t,
      "host_bound": b}
     {"step": i, "width": N, "requests": [{"id", "tokens", "parents", "probabilities", "path", "emitted"}, ...]}
 """

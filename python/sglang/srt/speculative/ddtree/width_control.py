@@ -101,17 +101,17 @@ class WidthControl:
         report = host(self.expectation.report)
         return _Slot(report, report.numpy(), host(self.expectation.totals), end)
 
-    def load(self, lens: torch.Tensor, nodes_per_call: int | None) -> Load:
+    def load(self, lens: torch.Tensor, nodes_per_call: int) -> Load:
         """Return the load of the next step. The context is counted anew every few steps; a step adds little to it.
 
         Args:
             lens: [bs] on the host, tokens of each request before the step.
-            nodes_per_call: nodes that one call of the sampler takes; None: all requests are greedy.
+            nodes_per_call: nodes that one call of the sampler takes; 0: all requests are greedy.
         """
         bs = lens.numel()
         if self._steps % REPORT_EVERY == 0 or bs != self._last[0]:
             self._context = int(lens.sum())
-        return Load(bs, self._context, nodes_per_call is not None, nodes_per_call or 0)
+        return Load(bs, self._context, nodes_per_call)
 
     def choose(self, load: Load) -> int:
         """Return the width of the next step, after reading the reports that are due."""

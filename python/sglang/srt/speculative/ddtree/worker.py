@@ -505,7 +505,7 @@ class DDTreeWorker(DFlashWorkerV2):
         if self.control is None:
             return self.num_nodes
         lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
-        of_call = None
+        of_call = 0
         if any(req.sampling_params.top_k != 1 for req in batch.reqs):
             vocabulary = self.model_runner.model_config.vocab_size
             of_call = nodes_per_call(batch.sampling_info, vocabulary, batch.return_logprob)
