@@ -6,7 +6,7 @@
 // and a node of a draft tree does that to its parent's state; the root's parent is the request's stored state S_0.
 // Verify computes o for every node without any node's state, from the sums G of g along the node's path:
 //     S_t = exp(G_t) S_0 + sum over s in path(t) of exp(G_t - G_s) k_s u_s^T
-// Delta rules (u depends on the parent's state) leave a triangular system for U; see verify.cuh.
+// Delta rules (u depends on the parent's state) need a triangular system to be solved for U; see verify.cuh.
 #pragma once
 
 #include <cstdint>
