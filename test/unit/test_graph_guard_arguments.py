@@ -10,6 +10,7 @@ from unittest import mock
 
 from sglang.srt.arg_groups.argument_refused import ArgumentRefused
 from sglang.srt.model_executor import graph_guard
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.graph_guard import arguments
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -18,7 +19,8 @@ from support.ddtree_arguments import ArgumentsCase
 register_cpu_ci(est_time=25, suite="unit")
 
 
-OFF = {"debug_graph_races": None, "debug_graph_diff": None, "debug_graph_canary": None}
+INSTRUMENTS = {"debug_graph_races": "r.json", "debug_graph_diff": "layers", "debug_graph_canary": 8}
+OFF = dict.fromkeys(INSTRUMENTS)
 
 
 def flags(**values):
@@ -27,7 +29,13 @@ def flags(**values):
 
 def server_args(**values):
     usual = {"enable_hierarchical_cache": False, "enable_hisparse": False, "disaggregation_mode": "null"}
-    return SimpleNamespace(**{"device": "cuda", **OFF, **usual, **values})
+    return SimpleNamespace(
+        **{"device": "cuda", "cuda_graph_config": graphs("full"), **OFF, **usual, **values}
+    )
+
+
+def graphs(decode, prefill="disabled"):
+    return CudaGraphConfig(PhaseConfig(decode), PhaseConfig(prefill))
 
 
 class ArgumentsTest(unittest.TestCase):
@@ -147,13 +155,18 @@ class RefusalsTest(ArgumentsCase):
             )
 
     def test_a_device_without_cuda_graphs(self):
-        for field, value in (
-            ("debug_graph_races", "r.json"), ("debug_graph_diff", "layers"), ("debug_graph_canary", 8),
-        ):  # fmt: skip
+        for field, value in INSTRUMENTS.items():
             flag = "--" + field.replace("_", "-")
             self.assertIn(
                 f"{flag}: --device: expected 'cuda', got 'cpu'", self.refused(device="cpu", **{field: value})
             )
+
+    def test_graphs_that_are_disabled(self):
+        for field, value in INSTRUMENTS.items():
+            said = self.refused(cuda_graph_config=graphs("disabled"), **{field: value})
+            self.assertIn(f"--{field.replace('_', '-')}: expected a server with CUDA graphs, got", said)
+        for config in (graphs("full", "disabled"), graphs("disabled", "breakable")):
+            arguments.refuse_server_args(server_args(debug_graph_diff="layers", cuda_graph_config=config))
 
     def test_values(self):
         self.assertIn(
@@ -180,6 +193,17 @@ class RefusalsTest(ArgumentsCase):
             ArgumentRefused, "--debug-graph-diff: --device: expected 'cuda', got 'cpu'"
         ):
             self.resolve(debug_graph_diff="layers")
+        with self.assertRaisesRegex(
+            ArgumentRefused, "--debug-graph-races: expected a server with CUDA graphs, got one"
+        ):
+            self.resolve(
+                device="cuda", attention_backend="triton", debug_graph_races="r.json", disable_cuda_graph=True,
+                speculative_algorithm=None, speculative_draft_model_path=None,
+            )  # fmt: skip
+        self.resolve(
+            device="cuda", attention_backend="triton", debug_graph_races="r.json",
+            speculative_algorithm=None, speculative_draft_model_path=None,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -192,6 +192,6 @@ def _watch_pages(every: int, backend: Any) -> None:
     # Requests share the pools of the target model. A draft model has a small pool of its own.
     if "_page_canary" in vars(model_runner) or getattr(model_runner, "is_draft_worker", False):
         return
-    refuse_canary(every, get_server_args())
+    refuse_canary(every, get_server_args())  # again: SGLANG_PLUGINS can turn off the check at startup
     model_runner._page_canary = PageCanary(watched_pools(model_runner.token_to_kv_pool), every)
     model_runner._page_canary.watch(model_runner)

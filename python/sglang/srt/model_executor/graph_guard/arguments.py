@@ -69,13 +69,34 @@ def refuse_server_args(args: ServerArgs) -> None:
     """
     for field in ("debug_graph_races", "debug_graph_diff", "debug_graph_canary"):
         if getattr(args, field) is not None:
-            refuse_others(flag_of(field), args, [("device", "cuda", "only CUDA graphs are checked")])
+            refuse_without_graphs(flag_of(field), args)
     if args.debug_graph_races is not None:
         refuse_file("--debug-graph-races", args.debug_graph_races)
     if args.debug_graph_diff is not None:
         diff_pattern(args.debug_graph_diff)
     if args.debug_graph_canary is not None:
         refuse_canary(args.debug_graph_canary, args)
+
+
+def refuse_without_graphs(instrument: str, args: ServerArgs) -> None:
+    """Refuse an instrument on a server that captures no CUDA graph.
+
+    Args:
+        instrument: the flag of the instrument.
+        args: the server's arguments, with the device and the graphs resolved.
+
+    Raises:
+        ArgumentRefused: names the argument, what was expected and what was given.
+    """
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    refuse_others(instrument, args, [("device", "cuda", "only CUDA graphs are checked")])
+    graphs = args.cuda_graph_config
+    if graphs.decode.backend == graphs.prefill.backend == Backend.DISABLED:
+        raise ArgumentRefused(
+            f"{instrument}: expected a server with CUDA graphs, got one whose graphs are disabled in both decode and "
+            "prefill, for example by --disable-cuda-graph: only CUDA graphs are checked."
+        )
 
 
 def diff_pattern(text: str) -> re.Pattern[str]:
