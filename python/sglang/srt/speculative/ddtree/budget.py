@@ -3,9 +3,9 @@
 It divides the tokens that a step of each width should emit by the time that it should take:
 
     time      the device's, by batch size, width and context, or the host's if that is longer. The device's is measured at
-              the start. The steps' own times correct both
-    tokens    the sum of the drafter's probabilities of the nodes, which calibration.py corrects by how often the target
-              accepted such nodes. What error remains in the sum is corrected here
+              startup. The times of real steps correct both
+    tokens    the sum of the drafter's probabilities of the nodes. calibration.py corrects each of them by how often the
+              target accepted such nodes. The error that remains in the sum is corrected here
 
 Nothing here waits for the device, reads a clock or is random: the same calls give the same choices. So a recorded trace
 can be replayed, and all ranks of a tensor-parallel server choose the same widths without exchanging anything.
@@ -22,29 +22,31 @@ from typing import Any, NamedTuple
 STANDARD_WIDTHS = (1, 4, 8, 16, 24, 32, 48, 64)
 
 DECIDE_EVERY = 4  # steps of one kind: with a small model, a decision takes a part of the step's time
-HYSTERESIS = 0.02  # another width must be expected to emit this much more per second than the present one
-# Weights of a new value in a running mean
+HYSTERESIS = 0.02  # the width changes only if another one should emit this much more per second
+# Weights of a new value in a running mean.
 RATE_OF_COSTS = 0.2
 RATE_OF_TOKENS = 0.02  # per request, of up to four
 RATE_OF_CORRECTION = 0.02  # accept lengths vary more from step to step than probabilities do
-OUTLIER = 1.5  # factor. If one time alone is this much longer than expected, something else ran in between
-FEW = 3  # times, of which the mean says little
+OUTLIER = 1.5  # a single time that is this many times as long as expected does not count: something else ran in between
+FEW = 3  # the mean of fewer times says little
 SURPRISE = 0.15  # if a time is this far from the expected one, the other times of its kind may be wrong too
-# While the device bounds the steps, the host may become faster unseen. By these factors it is expected to, per report and
-# in all. A narrower width is then tried, which shows the host's time.
+# While the device takes longer than the host, the host's time cannot be seen, and the host may have become faster. So
+# each report multiplies the estimate by the first factor, but not below the second one. In the end the budget tries a
+# narrower width, which shows the host's time.
 HOST_DECAY, LEAST_DECAY = 0.98, 0.5
-FEW_UNSEEN = 20  # such reports, as if there were so many, when a batch size comes back
-# Weights of a new time of the host. Much can make a step late, such as requests that end, and nothing makes it early.
+FEW_UNSEEN = 20  # when a batch size comes back, its host time counts as unseen for at least this many reports
+# Weights of a new time of the host. Many things make a step late, such as a request that ends. Nothing makes it early.
 RATE_IF_FASTER, RATE_IF_SLOWER = 0.3, 0.1
-PLAIN_HOST = 0.6  # the least part of the host's work that a step without a draft has
-# What each call of the sampler after the first one adds to the host's work, as a part of it: usually, and at most.
+PLAIN_HOST = 0.6  # a step without a draft takes at least this part of the host's time for a step with one
+# Each call of the sampler after the first one adds this part of the host's time: usually, and at most.
 CALL_HOST, MOST_CALL_HOST = 0.15, 0.3
-# A probe is a step of another width than the present one, to learn what that costs.
+# A probe is a step of another width than the present one. It shows what that width costs.
 FIRST_WAIT, LAST_WAIT = 8, 1024  # steps before the first probe of a width; each later wait is twice as long
-FIRST_WAIT_IF_MEASURED = 40  # the first wait while the measured times hold
-# A probe that emits nothing would wait 1 + PRICE times as long as one that is as good as the present width.
+FIRST_WAIT_IF_MEASURED = 40  # the first wait, as long as the measured times hold
+# The worse a width seems, the longer its probes wait: up to 1 + PRICE times as long for one that would emit nothing,
+# and longer still if its steps take longer than the present ones, but at most MOST_PRICE times as long.
 PRICE, MOST_PRICE = 40.0, 100.0
-# Steps of a probe with a draft if the present width is 1. Nothing was drafted for long, so one report says little.
+# While the width is 1, nothing is drafted, and a single report says little. So a probe with a draft has several steps.
 PROBE_STEPS = 4
 
 
@@ -105,11 +107,11 @@ class Step(NamedTuple):
 
 
 class _Mean:
-    """A running mean of times that leaves out a lone one that is much too long.
+    """A running mean of times. A single time that is much too long does not count.
 
     Attributes:
         value: the mean.
-        count: of the times.
+        count: how many times are in it.
     """
 
     def __init__(self) -> None:
@@ -117,24 +119,24 @@ class _Mean:
         self._was_late = False
 
     def add(self, new: float, expected: float, *, doubtful: bool = False) -> bool:
-        """Take in a time.
+        """Add a time.
 
         Args:
             new: the time.
-            expected: in its place.
-            doubtful: whether the expectation is a guess, so that no time is much too long.
+            expected: the time that was expected.
+            doubtful: whether the expectation is a guess. Then no time is too long.
 
         Returns:
             Whether the time was a surprise.
         """
         late = new > expected * OUTLIER and not doubtful
-        # Of the first ones little is known yet, and the expectation may be wrong. A short one was not late.
+        # The expectation may be wrong while there are few times, and it is wrong if a time is much too short.
         if (late and self.count < FEW) or (new < expected / OUTLIER and not doubtful):
             self.value, self.count = new, self.count + 1
             return True
         if late and not self._was_late:
             self._was_late = True
-            return False  # one alone says nothing about the next step
+            return False  # a single late step says nothing about the next one
         self._was_late = late
         if late:
             new = expected * OUTLIER
@@ -146,15 +148,15 @@ class _Mean:
 class StepCosts:
     """Seconds per step.
 
-    Host and device work at the same time, so a step takes as long as the slower one needs. The host needs as long for
-    one width as for another, with two exceptions: a step without a draft has less to do, and one that calls the sampler
-    several times has more to do. So what a step shows of the host holds for all widths of its kind.
+    Host and device work at the same time, so a step takes as long as the slower of the two. The host's time does not
+    depend on the width, with two exceptions: it is shorter without a draft, and longer if the step calls the sampler
+    several times. So the host's time of one width tells that of the other widths of its kind.
 
     Args:
         widths: N of every verify graph, ascending.
         batch_sizes: of the graphs, ascending. A batch runs in the smallest one that holds it.
-        table: (batch size, width) -> the device's seconds without context, and seconds per token of context. None: not
-            measured. Times are then guessed, and the first steps correct them.
+        table: (batch size, width) -> the device's seconds without context, and seconds per token of context. If it is
+            None, times are guessed, and the first steps correct them.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class StepCosts:
             for bs in batch_sizes
             for width in widths
         }
-        # (kind, width) -> how much longer the device takes than the table says
+        # (kind, width) -> the device's time, divided by the table's
         self._ratios: dict[tuple[Any, int], _Mean] = {}
         # kind -> calls of the sampler -> the host's seconds
         self._hosts: dict[Any, dict[int, float]] = {}
@@ -212,13 +214,13 @@ class StepCosts:
         return max(1.0, load.bs / bs) * fixed + load.context * per_token
 
     def _ratio_of_others(self, kind: tuple[int, int]) -> float:
-        """Return the ratio of a width without times: that of its kind, or of all kinds. They share the device."""
+        """Return the ratio of a width without times: the mean of its kind, or of all kinds, which share the device."""
         of_kind = [mean.value for (other, _), mean in self._ratios.items() if other == kind]
         known = of_kind or [mean.value for mean in self._ratios.values()]
         return sum(known) / len(known) if known else 1.0
 
     def _host(self, kind: tuple[int, int], calls: int) -> float:
-        """Return the host's seconds. If they were never seen, those of the steps that are most like it; at first 0."""
+        """Return the host's seconds, or those of the most similar steps if they were never seen. At first this is 0."""
         if kind not in self._hosts:
             kind = self._latest_host
         of_kind = self._hosts.get(kind)
@@ -234,14 +236,14 @@ class StepCosts:
         return (self.kind(load), width) in self._timed
 
     def observe(self, load: Load, width: int, seconds: float, host_bound: bool = False) -> bool:
-        """Take in the time of a step.
+        """Learn from the time of a step.
 
         Args:
             load: of the step.
             width: its N.
-            seconds: it took.
-            host_bound: whether the device waited for the host. The time is then the host's, else the device's. The
-                other one needed no longer.
+            seconds: its time.
+            host_bound: whether the device waited for the host. Then the time is the host's, else the device's. The
+                time of the other one is not known, but it is not longer.
 
         Returns:
             Whether the device's time was a surprise.
@@ -259,7 +261,7 @@ class StepCosts:
         return mean.add(seconds / table, expected / table, doubtful=doubtful)
 
     def _observe_host(self, kind: Any, calls: int, seconds: float, host_bound: bool, expected: float) -> None:
-        """Take in the host's time, or that it took no longer. `expected` is the device's time."""
+        """Learn the host's time, or that it was not longer than `seconds`. `expected` is the device's time."""
         if self._latest_kind != kind:
             # The host may have become faster or slower since then.
             self._unseen[kind] = max(self._unseen.get(kind, 0), FEW_UNSEEN)
@@ -270,7 +272,7 @@ class StepCosts:
             and not was_late
             and seconds > (1.0 + SURPRISE) * max(expected, self._host(kind, calls))
         ):
-            return  # one late step alone says nothing about the next one
+            return  # a single late step says nothing about the next one
         if not host_bound:
             self._unseen[kind] += 1
             if seconds >= self._host(kind, calls):
@@ -281,7 +283,7 @@ class StepCosts:
         old = of_kind.get(calls, seconds)
         rate = RATE_IF_FASTER if seconds < old else RATE_IF_SLOWER
         new = of_kind[calls] = old + rate * (min(seconds, OUTLIER * old) - old)
-        for other in of_kind.keys() - {calls}:  # the host becomes slower or faster for all
+        for other in of_kind.keys() - {calls}:  # a host that becomes slower or faster does so for all
             fewer, more = sorted((other, calls))
             most = (1.0 + MOST_CALL_HOST * (more - max(fewer, 1))) / (1.0 if fewer else PLAIN_HOST)
             bounds = (new, most * new) if other > calls else (new / most, new)
@@ -296,9 +298,9 @@ class _Kind:
     Attributes:
         width: the present choice; 0 before the first.
         steps: of this kind so far.
-        waits: by width, the step of its last probe, and the wait from there to the next one, before its price.
-        due, next: the first step at which a probe is due, and its width. They are set at each decision.
-        surprises: how many times in a row were a surprise.
+        waits: by width, the step of its last probe, and how many steps the next one waits (times its price).
+        due, next: the step at which the next probe is due, and its width. Each decision sets them.
+        surprises: the number of surprising times in a row.
         doubtful: whether the table's times were found to be wrong.
         probe, left: the width of a probe that takes several steps, and how many of them are left.
     """
@@ -330,7 +332,7 @@ class Budget:
         self.expected = [1.0 + 1.5 * (1.0 - 1.0 / width**0.5) for width in self.widths]
         self._kinds: dict[tuple[int, int], _Kind] = {}
         self._latest: _Kind | None = None
-        # Steps with a draft, and running means of the tokens per request that they were expected to emit and emitted.
+        # Steps with a draft, and running means of the tokens per request that they were expected to emit, and did emit.
         self._drafts, self._mean_expected, self._mean_emitted = 0, 1.0, 1.0
 
     # ---- before a step ----
@@ -399,7 +401,8 @@ class Budget:
         measured = self.costs.measured and not kind.doubtful
         first = FIRST_WAIT_IF_MEASURED if measured else FIRST_WAIT
         present = self.widths.index(kind.width)
-        # Width 1 drafts nothing, so what the budget knows of the drafter gets old. The best other width has no price then.
+        # Width 1 drafts nothing, so what the budget knows about the drafter gets old. To renew it, probes of the best
+        # other width have no price.
         draft = max(range(1, len(rates)), key=rates.__getitem__) if kind.width == 1 else present
         kind.due = math.inf
         for i, width in enumerate(self.widths):
@@ -414,7 +417,7 @@ class Budget:
             # times hold.
             free = i == draft or (wait == first and (not measured or abs(i - present) == 1))
             if due < kind.due and not free:
-                # The price: how much longer a width waits than one that is as good as the present one.
+                # The price is what the probe loses, in steps of the present width.
                 lost = max(0.0, 1.0 - rates[i] / rates[present])
                 due = last + wait * min(MOST_PRICE, 1.0 + PRICE * lost * seconds[i] / seconds[present])
             if due < kind.due:
@@ -433,7 +436,7 @@ class Budget:
     # ---- after a step ----
 
     def observe(self, step: Step) -> None:
-        """Take in what the device reports of a step."""
+        """Learn from the device's report of a step."""
         # A drafter whose logits are NaN gives expectations that are NaN.
         if step.expected is not None and step.emitted is not None and math.isfinite(sum(step.expected)):
             self._drafts += 1
@@ -449,6 +452,6 @@ class Budget:
         first = not self.costs.timed(step.load, step.width)
         surprised = self.costs.observe(step.load, step.width, step.seconds, step.host_bound)
         kind.surprises = kind.surprises + 1 if surprised else 0
-        if surprised and (first or kind.surprises == 2):  # later, one alone is noise
+        if surprised and (first or kind.surprises == 2):  # a single later one is noise
             kind.waits = {w: wait for w, wait in kind.waits.items() if self.costs.timed(step.load, w)}
             kind.due, kind.doubtful = math.inf, True

@@ -1,7 +1,7 @@
 """Lets a session go on where the last answer ended, and from KV that has been computed.
 
-A step may decode past a stop, and the last token of an answer may have no KV yet. Upstream (0.5.23) takes both for a part
-of a session.
+A step may decode past a stop, and the last token of an answer may have no KV yet. Upstream (0.5.23) counts both as
+parts of the session.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def repair_sessions() -> None:
     concatenate, keep = Session._concat_token_arrays, StreamingSession.try_cache_finished_req
 
     def without_the_rest(last: Req, *turn: Any) -> Any:
-        """Give a turn of a session without streaming the last answer through its stop, and no more."""
+        """Start a turn of a session without streaming from the last answer up to its stop, not from what follows it."""
         del last.output_ids[len(last.output_ids_through_stop) :]
         return concatenate(last, *turn)
 
     def keep_what_is_computed(sessions: StreamingSession, req: Req) -> bool:
-        """Keep a finished request's KV for the next turn. Upstream also counts the last token, whose slot is reserved."""
+        """Keep a finished request's KV for the next turn. Upstream also counts the last token, which may have none yet."""
         computed = req.kv.kv_committed_len
         is_kept = keep(sessions, req)
         if is_kept:

@@ -45,7 +45,7 @@ def step_costs(graphs: StepGraphs) -> StepCosts:
     """Return the costs of steps. Read them from the disk if a server like this one has measured them; else measure.
 
     Args:
-        graphs: captured.
+        graphs: the server's, after their capture.
 
     Returns:
         The same costs on every rank: those of the first.
@@ -57,7 +57,7 @@ def step_costs(graphs: StepGraphs) -> StepCosts:
         start = time.perf_counter()
         table = _shared(measure(graphs))
         logger.info(
-            "DDTREE: measured steps of %d batch sizes and %d widths in %.1f s.",
+            "DDTREE: measured the step times of %d batch sizes and %d widths in %.1f s.",
             len(graphs.batch_sizes),
             len(graphs.widths),
             time.perf_counter() - start,
@@ -65,7 +65,7 @@ def step_costs(graphs: StepGraphs) -> StepCosts:
         if path is not None:
             _write(path, table)
     elif path is not None:
-        logger.info("DDTREE: read the times of steps from %s.", path)
+        logger.info("DDTREE: read the step times from %s.", path)
     for line in describe(table, graphs.widths):
         logger.info("DDTREE: %s", line)
     return StepCosts(graphs.widths, graphs.batch_sizes, table)
@@ -81,10 +81,10 @@ def describe(table: Table, widths: tuple[int, ...]) -> list[str]:
 
 
 def measure(graphs: StepGraphs) -> Table:
-    """Time steps of made-up requests. No real request may run yet. Slot table and counts end as they were.
+    """Time steps of made-up requests, before any real request runs. It restores the slot table and the counts.
 
     Args:
-        graphs: captured.
+        graphs: the server's, after their capture.
 
     Returns:
         (batch size, width) -> seconds without context, and seconds per token of context of all requests together.
@@ -195,7 +195,7 @@ def _write(path: Path, table: Table) -> None:
         temporary.rename(path)
     except OSError as error:
         logger.warning(
-            "DDTREE: the next start measures the times of steps again. They cannot be kept: %s", error
+            "DDTREE: the step times cannot be saved, so the next start measures them again: %s", error
         )
         with suppress(OSError):
             temporary.unlink()

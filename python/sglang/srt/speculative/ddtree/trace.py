@@ -75,7 +75,7 @@ class Trace:
         self._write(dict(choose=load, width=width))
 
     def observe(self, step: Step) -> None:
-        """Record what the budget takes in."""
+        """Record a report that the budget learns from."""
         self._write(dict(observe=step.load, **{k: v for k, v in step._asdict().items() if k != "load"}))
 
     def step(self, trees: DraftTrees, accepted: Accepted, ids: list[str]) -> None:
