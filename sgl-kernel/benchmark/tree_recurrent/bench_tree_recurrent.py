@@ -1,7 +1,7 @@
 """Times verify and commit of draft trees over recurrent layers, next to upstream's kernels and to plain copies.
 
 A time is the median of a CUDA graph's replays, divided by its launches. Each launch of a graph takes other states, so
-that states come from memory as they do in a model, where every layer has its own; the inputs stay in the L2 cache, as
+that states come from memory as they do in a model, where every layer has its own. The inputs stay in the L2 cache, as
 the kernel before has just written them. One launch of the commit is for all layers, as in a step. Its time, and that of
 a copy of the same states, is divided by the layers.
 
@@ -20,8 +20,10 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -233,14 +235,20 @@ def convolution(x: Inputs) -> dict:
 
 
 def upstream_gdn(x: Inputs, result: dict) -> None:
-    """Adds upstream's times and bytes to `result`."""
+    """Adds upstream's times and bytes to `result`. If a kernel fails, those of the kernels before it are there."""
+    gdn_tree(x, result)
+    gdn_decode(x, result)
+    gdn_chain(x, result)
+
+
+def gdn_update(x: Inputs) -> Callable:
+    """Upstream's kernel with the arguments that do not depend on the tokens."""
     from sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent import (
-        fused_sigmoid_gating_delta_rule_update as update,
+        fused_sigmoid_gating_delta_rule_update,
     )
 
-    shape, bs, nodes = x.shape, x.bs, x.nodes
-    starts = torch.arange(bs + 1, dtype=torch.int32, device=DEVICE) * nodes
-    common = dict(
+    return partial(
+        fused_sigmoid_gating_delta_rule_update,
         A_log=x.a_log,
         dt_bias=x.dt_bias,
         softplus_beta=1.0,
@@ -248,11 +256,24 @@ def upstream_gdn(x: Inputs, result: dict) -> None:
         initial_state_source=x.states,
         use_qk_l2norm_in_kernel=True,
     )
-    per_node = torch.empty(bs, nodes, shape.h_v, shape.d_v, shape.d_k, dtype=shape.state_dtype, device=DEVICE)
-    rows = torch.arange(bs, dtype=torch.int32, device=DEVICE)
+
+
+def starts_of(bs: int, tokens: int) -> torch.Tensor:
+    """[bs + 1], where the tokens of each request start."""
+    return torch.arange(bs + 1, dtype=torch.int32, device=DEVICE) * tokens
+
+
+def gdn_tree(x: Inputs, result: dict) -> None:
+    """Adds upstream's tree verify, and the bytes of the states that it keeps."""
+    shape, update = x.shape, gdn_update(x)
+    starts = starts_of(x.bs, x.nodes)
+    per_node = torch.empty(
+        x.bs, x.nodes, shape.h_v, shape.d_v, shape.d_k, dtype=shape.state_dtype, device=DEVICE
+    )
+    rows = torch.arange(x.bs, dtype=torch.int32, device=DEVICE)
     parents = x.parents.clamp(min=0).int()
 
-    def tree_verify(indices):
+    def verify(indices):
         update(
             q=x.q[None],
             k=x.k[None],
@@ -264,15 +285,17 @@ def upstream_gdn(x: Inputs, result: dict) -> None:
             disable_state_update=True,
             intermediate_states_buffer=per_node,
             intermediate_state_indices=rows,
-            cache_steps=nodes,
+            cache_steps=x.nodes,
             retrieve_parent_token=parents,
-            **common,
         )
 
-    result["upstream_tree_us"] = microseconds(x.per_set(tree_verify)[: max(2, min(x.sets, 8))])
+    result["upstream_tree_us"] = microseconds(x.per_set(verify)[: max(2, min(x.sets, 8))])
     result["upstream_bytes"] = per_node.nbytes
 
-    ones = torch.arange(bs + 1, dtype=torch.int32, device=DEVICE)
+
+def gdn_decode(x: Inputs, result: dict) -> None:
+    """Adds one plain decode step."""
+    bs, update, starts = x.bs, gdn_update(x), starts_of(x.bs, 1)
 
     def decode(indices):
         update(
@@ -282,16 +305,18 @@ def upstream_gdn(x: Inputs, result: dict) -> None:
             a=x.a[:bs],
             b=x.b[:bs],
             initial_state_indices=indices,
-            cu_seqlens=ones,
-            **common,
+            cu_seqlens=starts,
         )
 
     result["upstream_decode_us"] = microseconds(x.per_set(decode))
 
+
+def gdn_chain(x: Inputs, result: dict) -> None:
+    """Adds upstream's verify of a chain of as many tokens."""
     from sglang.kernels.ops.attention.linear.gdn_replayssm_spec_decode import gdn_replayssm_spec_decode
 
+    shape, nodes, slots = x.shape, x.nodes, x.sets * x.bs
     ring = 2 * nodes  # upstream's smallest ring for this many draft tokens, half full
-    slots = x.sets * bs
     low = shape.state_dtype != torch.float32
     cache = dict(
         d_cache=torch.randn(slots, shape.h_v, ring, shape.d_v, device=DEVICE).bfloat16(),
@@ -304,6 +329,7 @@ def upstream_gdn(x: Inputs, result: dict) -> None:
         cache_base=torch.zeros(slots, dtype=torch.int32, device=DEVICE),
         is_flush=torch.zeros(slots, dtype=torch.int8, device=DEVICE),
     )
+    starts = starts_of(x.bs, nodes)
 
     def chain(indices):
         gdn_replayssm_spec_decode(
