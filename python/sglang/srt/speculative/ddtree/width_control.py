@@ -21,7 +21,7 @@ from sglang.srt.speculative.ddtree.expectation import FIXED_POINT, LATE, Expecta
 from sglang.srt.speculative.ddtree.trace import Trace
 
 READ_TOTALS_EVERY = 16  # steps
-# Steps that are all reported: the first ones, and those after a change. Later one in REPORT_EVERY is.
+# The first steps and those after a change are all reported. Of the others, one in REPORT_EVERY is.
 FIRST_STEPS, CHANGED_STEPS, REPORT_EVERY = 256, 4, 4
 
 
