@@ -3,6 +3,7 @@
 bfloat16 rounds logits, so greedy tokens are judged by their gap to the first choice (see support.answers).
 """
 
+import multiprocessing
 import tempfile
 import unittest
 from pathlib import Path
@@ -106,8 +107,14 @@ class TestAdaptersCuda(CudaCase):
         assert_first_choices(self, "tree", found, gaps, least_accepted=20)
 
 
-def judge_turns(engine, turns):
-    """Gaps of the answers of each kind of session, and of plain decoding's own answers to the prompts of the first."""
+def judge_turns(engine, given):
+    """Gaps of the answers of each kind of session, and of plain decoding's own answers to the prompts of the first.
+
+    Args:
+        engine: a plain engine.
+        given: queue that gets the Turns of all kinds of sessions.
+    """
+    turns = given.get()
     prompts = turns[0].prompts
     own = engine.generate(prompts, temperature=0, max_new_tokens=20, ignore_eos=True)
     gaps = {str(i): engine.gaps(found.prompts, found.found.outputs) for i, found in enumerate(turns)}
@@ -116,10 +123,17 @@ def judge_turns(engine, turns):
 
 class TestSessionsCuda(CudaCase):
     def test_turns_go_on_after_the_stop(self):
-        tree = self.tree | dict(speculative_num_draft_tokens=32, enable_streaming_session=True)
+        one_at_a_time = dict(cuda_graph_max_bs_decode=1)
+        tree = (
+            self.tree | one_at_a_time | dict(speculative_num_draft_tokens=32, enable_streaming_session=True)
+        )
         engines = [EngineProcess(tree, continue_sessions, streaming) for streaming in (False, True)]
+        given = multiprocessing.get_context("spawn").Queue()
+        judge = EngineProcess(self.plain | one_at_a_time, judge_turns, given)
+        self.addCleanup(judge.kill)
         turns = [engine.result() for engine in engines]
-        gaps = run_engine(self.plain, judge_turns, turns)
+        given.put(turns)
+        gaps = judge.result()
         for i, (prompts, found, inside) in enumerate(turns):
             with self.subTest(streaming=bool(i)):
                 whole = zip(prompts, found.outputs, prompts[1:], strict=False)
