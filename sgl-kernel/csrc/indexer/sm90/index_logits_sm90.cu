@@ -4,8 +4,8 @@
 // products of the next row and of the other warpgroups run.
 //
 // The order of the 128 dimensions within a product is free as long as both operands agree. A lane reads 16 bytes of a
-// key, dimensions 32 c + 8 (lane % 4) to + 7, and feeds them to two consecutive steps of 16 dimensions. place_queries
-// puts the dimensions of the queries into the same order.
+// key, dimensions 32 c + 8 (lane % 4) to + 7, and feeds them to two consecutive steps of 16 dimensions. The queries are
+// put into the same order.
 #include "common/cp_async.cuh"
 #include "common/mbarrier.cuh"
 #include "common/wgmma.cuh"
@@ -94,30 +94,57 @@ __device__ __forceinline__ int query_offset(int head, int c, int j, int pair) {
   return c / 2 * kBlockBytes + swizzled(head, c % 2 * 4 + pair) + 4 * j;
 }
 
-__device__ __forceinline__ void place_queries(const Block& block, const IndexLogitsParams& p, int request, int limit) {
-  const int64_t first_row = int64_t{request} * p.rows;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < p.rows * kMaxIndexHeads * kChunks * 4; i += Traits::kThreads) {
-    const int j = i % 4, c = i / 4 % kChunks;
-    const int head = i / (4 * kChunks) % kMaxIndexHeads, row = i / (4 * kChunks * kMaxIndexHeads);
-    uint4 q = {};
-    if (head < p.heads) {
-      q = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.q) + (first_row + row) * p.q_stride_row +
-                                          head * p.q_stride_head + 32 * c + 8 * j);
-    }
-    const uint32_t pairs[4] = {q.x, q.y, q.z, q.w};
+// What a thread brings of a request's queries into shared memory: 16 bytes, always at the same dimensions, of every
+// kHeadStep-th head over all rows. All of it is asked for before the first keys. Behind the keys that a block asks for
+// at once, the queries of the first tile would arrive when most keys have.
+template <int kRows>
+struct Queries {
+  static constexpr int kHeadPieces = kChunks * 4, kHeads = kRows * kMaxIndexHeads;
+  static constexpr int kHeadStep = Traits::kThreads / kHeadPieces;
+  static constexpr int kPieces = (kHeads + kHeadStep - 1) / kHeadStep;
+  static_assert(Traits::kThreads % kHeadPieces == 0 && kHeads <= Traits::kThreads);
+  static_assert(kHeadStep % 8 == 0);  // so that a thread's pieces have the same swizzle
+  uint4 pieces[kPieces];
+  float weight;
+  int length;
+
+  __device__ __forceinline__ void load(const IndexLogitsParams& p, int request, int limit) {
+    const int64_t first_row = int64_t{request} * kRows;
+    const auto* q = static_cast<const __nv_bfloat16*>(p.q) + first_row * p.q_stride_row;
+    q += threadIdx.x % kHeadPieces * 8;
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-      *reinterpret_cast<uint32_t*>(block.queries + row * kRowBytes + query_offset(head, c, j, pair)) = pairs[pair];
+    for (int n = 0; n < kPieces; ++n) {
+      const int i = threadIdx.x / kHeadPieces + n * kHeadStep, row = i / kMaxIndexHeads, head = i % kMaxIndexHeads;
+      pieces[n] = {};
+      if (i < kHeads && head < p.heads) {
+        pieces[n] = *reinterpret_cast<const uint4*>(q + row * p.q_stride_row + head * p.q_stride_head);
+      }
     }
+    const int row = threadIdx.x / kMaxIndexHeads, head = threadIdx.x % kMaxIndexHeads;
+    weight = row < kRows && head < p.heads ? p.weights[(first_row + row) * p.weight_stride + head] : 0.0f;
+    length = threadIdx.x < kRows ? min(p.seq_lens[first_row + threadIdx.x], limit) : 0;
   }
-  for (int i = threadIdx.x; i < p.rows * kMaxIndexHeads; i += Traits::kThreads) {
-    const int row = i / kMaxIndexHeads, head = i % kMaxIndexHeads;
-    block.weights[i] = head < p.heads ? p.weights[(first_row + row) * p.weight_stride + head] : 0.0f;
+
+  __device__ __forceinline__ void store(const Block& block) const {
+    const int piece = threadIdx.x % kHeadPieces, first = threadIdx.x / kHeadPieces;
+#pragma unroll
+    for (int n = 0; n < kPieces; ++n) {
+      const int i = first + n * kHeadStep;
+      // Rows are kRowBytes apart, of which the heads of one swizzled block take half.
+      char* at = block.queries + n * kHeadStep * kSwizzleRowBytes + i / kMaxIndexHeads * (kRowBytes - kBlockBytes);
+      const uint32_t pairs[4] = {pieces[n].x, pieces[n].y, pieces[n].z, pieces[n].w};
+      if (i < kHeads) {
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+          *reinterpret_cast<uint32_t*>(at + query_offset(first, piece / 4, piece % 4, pair)) = pairs[pair];
+        }
+      }
+    }
+    if (threadIdx.x < kHeads) block.weights[threadIdx.x] = weight;
+    if (threadIdx.x < kRows) block.lengths[threadIdx.x] = length;
+    fence_async_proxy();
   }
-  if (threadIdx.x < p.rows) block.lengths[threadIdx.x] = min(p.seq_lens[first_row + threadIdx.x], limit);
-  fence_async_proxy();
-}
+};
 
 // Starts the products of a tile's keys with the heads of one row, whose descriptor is `row`.
 __device__ __forceinline__ void multiply(float (&d)[kMaxIndexHeads / 2], const KeyTile& keys, uint64_t row) {
@@ -163,12 +190,14 @@ __device__ __forceinline__ void process(const Block& block, const IndexLogitsPar
     return tile < end && key < count ? key_at(p, request, key) : nullptr;
   };
   int tile = begin + threadIdx.x / 128;
+  Queries<kRows> queries;
+  queries.load(p, request, limit);
   if (lane < block.stages) {
     const auto* source = source_of(tile + lane * Traits::kWarpgroups);
     if (source != nullptr) copy_keys(block, (turn.stage + lane) % block.stages, source);
   }
   __syncthreads();  // every warp is done with the previous request's queries
-  place_queries(block, p, request, limit);
+  queries.store(block);
   __syncthreads();
 
   KeyTile keys = {};
