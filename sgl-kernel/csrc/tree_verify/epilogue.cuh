@@ -59,6 +59,35 @@ struct RowWriter {
     }
   }
 
+  // Writes a row of 8 kCount dimensions, of which lane c of four holds 8 j + 2 c and 8 j + 2 c + 1 in acc[4 j + first]
+  // and acc[4 j + first + 1]. The four lanes exchange what they write to the output, so that each writes 16 bytes at a
+  // time.
+  template <int kCount, int kSize>
+  __device__ __forceinline__ void store_row(const float (&acc)[kSize], int first) const {
+    const int c = threadIdx.x % 4;
+    static_assert(kCount % 4 == 0);
+#pragma unroll
+    for (int j = 0; j < kCount; j += 4) {
+      uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        word[i] = pack2<T>(acc[4 * (j + i) + first] * scale, acc[4 * (j + i) + first + 1] * scale);
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) exchange(word[i], word[i + 1], 1);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) exchange(word[i], word[i + 2], 2);
+      if (out) *reinterpret_cast<uint4*>(out + 8 * (j + c)) = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+    if (partial) store_all<kCount>(c * 2, acc, first);
+  }
+
+  // Lanes without bit `distance` swap `high` for the `low` of the lane with it.
+  __device__ __forceinline__ static void exchange(uint32_t& low, uint32_t& high, int distance) {
+    const bool upper = threadIdx.x & distance;
+    const uint32_t received = __shfl_xor_sync(0xffffffff, upper ? low : high, distance);
+    (upper ? low : high) = received;
+  }
+
   // Writes dimensions d + 16 j .. d + 16 j + 3, for every j < kCount, from the accumulators of a product whose columns
   // are 16 dimensions each, the even ones first: acc[8 j + first], acc[8 j + 4 + first], then the same + 1.
   template <int kCount, int kSize>

@@ -82,7 +82,7 @@ struct GqaTraits {
 // warpgroup are limited by memory, and two of them share a multiprocessor. A block of two warpgroups is limited by
 // arithmetic and takes a multiprocessor alone, as does head size 256. A multiprocessor has 228 KiB, of which the system
 // takes 1 KiB per block.
-template <typename T, int kD_, int kWarpgroups_, bool kPaged_>
+template <typename T, int kD_, int kWarpgroups_, bool kPaged_, bool kTasks_ = false>
 struct GqaSm90Traits {
   using Element = T;
   static constexpr int kD = kD_, kWarpgroups = kWarpgroups_, kTileM = 64 * kWarpgroups;
@@ -95,8 +95,9 @@ struct GqaSm90Traits {
   static_assert(2 * kConsumerRegisters + kProducerRegisters == 3 * 168);
   // Passes of a copy unrolled, as the producers' registers allow.
   static constexpr int kAhead = kWarpgroups == 2 ? 4 : 8;
-  static constexpr bool kTogether = true;  // K and V of a token are copied together
-  static constexpr bool kPaged = kPaged_;  // load by page (sm90/pages.cuh)
+  static constexpr bool kTogether = true;                        // K and V of a token are copied together
+  static constexpr bool kPaged = kPaged_;                        // load by page (sm90/pages.cuh)
+  static constexpr int kMaxTasks = kTasks_ ? kThreads / 32 : 1;  // of a block (sm90/gqa_tasks.cuh)
   static constexpr int kTileN = kD == 192 ? 32 : kD == 64 || kWarpgroups == 2 ? 128 : 64;
   static constexpr int kProducerTokens = kTileN / kProducers;
   static constexpr int kRowBytes = kD * 2;                  // of K or V
@@ -108,12 +109,17 @@ struct GqaSm90Traits {
     char q[kTileM * kColumns * 2];
     char stages[kCount * 2 * kTileBytes];  // K and V of each stage
     uint64_t full[kCount], empty[kCount];  // mbarriers
-    alignas(64) WorkItem work;
+    uint64_t q_full[kTasks_ ? 2 : 0], q_empty[kTasks_ ? 2 : 0];
+    alignas(64) WorkItem work[kTasks_ ? 0 : 1];
+    Task tasks[kTasks_ ? kMaxTasks : 0];
   };
   static constexpr int kMaxStages = 4;
   static constexpr int kOverhead = sizeof(StorageOf<kMaxStages>) - kMaxStages * 2 * kTileBytes;
   static constexpr int kFit = ((228 / kMinBlocks - 1) * 1024 - kOverhead) / (2 * kTileBytes);
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
+  // The tile of a task before which its Q is loaded, unless the task is the block's first. Producers that have this
+  // tile's stage find the last S of the task before running or done.
+  static constexpr int kQueryAt = kStages - 2;
   using Storage = StorageOf<kStages>;
   static constexpr int kSharedBytes = sizeof(Storage);
   static_assert(kStages >= 2 && kSharedBytes <= kMaxSharedMemorySm90);
@@ -145,8 +151,7 @@ struct GqaFp8Sm90Traits {
   static constexpr bool kTogether = kD > 64;
   static constexpr bool kPaged = kPaged_;
   static constexpr int kMaxTasks = kWarpgroups == 2 ? kThreads / 32 : 1;  // of a block (sm90/gqa_tasks.cuh)
-  // The tile of a task before which its Q is loaded, unless the task is the block's first.
-  static constexpr int kQueryAt = kStages - 2;
+  static constexpr int kQueryAt = kStages - 2;                            // as in GqaSm90Traits
 
   struct Storage {
     char raw_q[kMaxTasks > 1 ? kTileM * ((kD + 63) / 64 * 128) : 0];  // in 16 bits

@@ -1,8 +1,8 @@
-// Over fp8 KV, blocks of two warpgroups take a multiprocessor each and work on up to kThreads / 32 tasks, one after the
-// other, so that the producers load Q, K and V of a task while the consumers finish the one before. Each warp of a
-// block finds one of its tasks at the start. Round i of a grid takes the next gridDim.x tasks, in reverse order if i is
-// odd. Without splits, tasks are sorted by the length of their request, so that every block gets about the same number
-// of tokens. (In 16 bits, blocks with a single task took 4 to 5% longer with this loop.)
+// Blocks of two warpgroups take a multiprocessor each and work on up to kThreads / 32 tasks, one after the other, so
+// that the producers load Q, K and V of a task while the consumers finish the one before. Each warp of a block finds
+// one of its tasks at the start. Round i of a grid takes the next gridDim.x tasks, in reverse order if i is odd.
+// Without splits, tasks are sorted by the length of their request, so that every block gets about the same number of
+// tokens.
 #pragma once
 
 #include "tree_verify/sm90/gqa_loads.cuh"
@@ -11,12 +11,24 @@ namespace ddtree {
 
 constexpr int kMaxSortedRequests = 32;  // find_longest()
 
-// The blocks of a launch with `tasks` tasks. More requests of different lengths than can be sorted are left to the
+template <typename Traits>
+int num_tasks(const TreeVerifyParams& p) {
+  const int m_tiles = (packed_rows(p.num_nodes, p.h_q, p.h_kv) + Traits::kTileM - 1) / Traits::kTileM;
+  return p.h_kv * m_tiles * p.bs * p.num_splits;
+}
+
+// The blocks of a launch: one per task, or fewer. More requests of different lengths than can be sorted are left to the
 // hardware, which starts a block when another has finished.
 template <typename Traits>
-int task_blocks(const TreeVerifyParams& p, int tasks, int multiprocessors) {
-  if (p.num_splits == 1 && p.bs > kMaxSortedRequests) return tasks;
-  return std::max(std::min(tasks, multiprocessors), (tasks + Traits::kMaxTasks - 1) / Traits::kMaxTasks);
+cudaError_t task_blocks(const TreeVerifyParams& p, int* blocks) {
+  const int tasks = num_tasks<Traits>(p);
+  *blocks = tasks;
+  if (Traits::kMaxTasks == 1 || (p.num_splits == 1 && p.bs > kMaxSortedRequests)) return cudaSuccess;
+  int device = 0, multiprocessors = 0;
+  DDTREE_RETURN_IF_FAILED(cudaGetDevice(&device));
+  DDTREE_RETURN_IF_FAILED(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  *blocks = std::max(std::min(tasks, multiprocessors), (tasks + Traits::kMaxTasks - 1) / Traits::kMaxTasks);
+  return cudaSuccess;
 }
 
 // The barriers of Q from the second task on; the consumers load that of the first. Each warpgroup has its own part,
