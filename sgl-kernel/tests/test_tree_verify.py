@@ -219,8 +219,8 @@ def test_random_trees_and_shapes(seed, device):
     compare(random_case(seed), device)
 
 
-# On sm_90 over fp8 KV, a block of 128 packed rows takes several tasks (a request's KV head and 128 rows each), but at
-# most 12. Up to 32 requests are sorted by length. A card has 132 multiprocessors or fewer.
+# On sm_90, a block of 128 packed rows takes several tasks (a request's KV head and 128 rows each), but at most 12. Up to
+# 32 requests are sorted by length. A card has 132 multiprocessors or fewer.
 MANY_TASKS = {
     "ragged": dict(sizes=(100, 1, 0, 70, 33, 64, 2, 90, 0, 65, 100, 17), h_kv=12),
     "pages": dict(sizes=(70, 0, 65, 33, 1, 66, 2, 70, 68), h_kv=12, page_size=64),
@@ -252,6 +252,23 @@ def test_many_tasks(name, head_size, kv_dtype, device):
         ),
         device,
     )
+
+
+@on_cuda
+@pytest.mark.parametrize("more", [0, 1])
+def test_kernel_for_several_tasks(more, device):
+    """Over 16-bit KV, sm_90's kernel for several tasks per block runs if there are more tasks than multiprocessors."""
+    own = torch.cuda.get_device_capability()[0] == 9 and os.environ["SGLANG_DDTREE_SM90"] == "1"
+    tasks = torch.cuda.get_device_properties(device).multi_processor_count + more
+    case = Case(trees=(star(40),), prefix_lens=(200,), h_q=2 * tasks, h_kv=tasks, d=64, num_splits=1)
+    batch = make_batch(case, device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        batch.run()
+        torch.cuda.synchronize()
+    kernels = " ".join(event.key for event in profile.key_averages())
+    assert ("gqa_sm90_partial_kernel" in kernels) == (own and not more), kernels
+    assert ("gqa_sm90_tasks_kernel" in kernels) == (own and bool(more)), kernels
+    compare_batches(batch, make_batch(case))
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
@@ -435,10 +452,11 @@ def test_a_million_tokens(mla, device):
 
 
 @on_cuda
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("heads", [(8, 1), (128, 64), "MLA"])
-def test_graph_replay(heads, device):
-    """One capture serves other lengths, slots, trees and values, with eager's bits and without a host wait. 64 KV heads
-    make more blocks than a card has multiprocessors."""
+def test_graph_replay(heads, kv_dtype, device):
+    """One capture serves other lengths, slots, trees and values, with eager's bits and without a host wait. With 64 KV
+    heads, blocks of sm_90 take several tasks."""
     mla = heads == "MLA"
     h_q, h_kv = (8, 1) if mla else heads
 
@@ -451,6 +469,7 @@ def test_graph_replay(heads, device):
             h_q=h_q,
             h_kv=h_kv,
             d=128,
+            kv_dtype=kv_dtype,
             padding_rows=80 - rows,
             num_nodes=64,
             seed=seed,
