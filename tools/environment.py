@@ -381,7 +381,12 @@ def _install_kernels(steps: Steps, folder: Path, profile: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = ArgumentParser(prog="python3 -m tools.environment", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--profile", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--profile",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="what to install; auto (the default) takes cuda if the host has a CUDA driver",
+    )
     parser.add_argument(
         "--extra", action="append", default=[], choices=("test",), help="further lock files to install"
     )

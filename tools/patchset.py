@@ -1,4 +1,4 @@
-"""The patch tool: fetch upstream, check and apply the patches, build. `python -m tools.patchset --help`."""
+"""The patch tool: fetches upstream, checks, applies and edits the patches, and builds the wheel."""
 
 from __future__ import annotations
 

@@ -263,11 +263,14 @@ def serve(model: str | None, host: str, port: int, further: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = ArgumentParser(
-        prog="python -m tools.serve", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+        prog="python -m tools.serve",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="All other arguments go to sglang.launch_server.",
+        allow_abbrev=False,
     )
-    parser.add_argument("--model-path", "--model")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", default=str(DEFAULT_PORT))
+    parser.add_argument("--model-path", "--model", help="default: the demo model")
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    parser.add_argument("--port", default=str(DEFAULT_PORT), help="default: %(default)s")
     parser.add_argument("--check", action="store_true", help="check the arguments and stop")
     arguments, further = parser.parse_known_args(argv)
     with exit_on_error():
