@@ -20,7 +20,8 @@ class TestLoad(CustomTestCase):
         planned = schedule(5)
         expected, _ = run_engine(plain, serve, planned)
         self.assertGreater(len(expected), REQUESTS // 3)
-        for arguments in ({}, {"page_size": 16, "chunked_prefill_size": 32, "enable_mixed_chunk": True}):
+        mixed = {"page_size": 16, "chunked_prefill_size": 32, "enable_mixed_chunk": True}
+        for arguments in ({}, mixed, mixed | {"overlap": True}):
             with self.subTest(arguments):
                 outputs, (before, after) = run_engine(tree | arguments, serve, planned)
                 self.assertEqual(outputs, expected)

@@ -1,4 +1,4 @@
-"""DDTREE on a CUDA device: stops, the end of the context, LoRA, sessions and a server, with graphs and overlap scheduling.
+"""DDTREE on a CUDA device: stops, contexts that end, LoRA, sessions, a mixed load and a server, with graphs and overlap.
 
 bfloat16 rounds logits, so greedy tokens are judged by their gap to the first choice (see support.answers).
 """
@@ -13,12 +13,15 @@ from sglang.test.test_utils import CustomTestCase
 from support.adapters import WithAdapters, write_adapters
 from support.answers import TIE, assert_first_choices
 from support.cases import CudaCase
+from support.engine import Greedy
 from support.jobs import continue_sessions, exhaust_grammar, fill_context, stop_everywhere
+from support.load import BEGINNING, retractions, schedule, serve
+from support.models import text_of
 from support.processes import EngineProcess, run_engine
 from support.prompts import LONG_PROMPTS, PROMPTS
 from support.server import ServerChecks
 
-register_cuda_ci(est_time=420, suite="gpu")
+register_cuda_ci(est_time=460, suite="gpu")
 
 
 class TestStopsCuda(CudaCase):
@@ -141,6 +144,50 @@ class TestSessionsCuda(CudaCase):
                 self.assertEqual(ended, [], "turns whose next one goes on elsewhere")
                 self.assertGreater(inside, 3, "few answers stopped inside their last path")
                 assert_first_choices(self, str(i), found, gaps, least_accepted=10)
+
+
+def serve_and_count(engine, planned):
+    """serve(), and the number of retractions."""
+    retracted = retractions(engine)
+    return *serve(engine, planned), len(retracted)
+
+
+def serve_and_judge(engine, planned, answers):
+    """Gaps of each engine's answers to the greedy requests without a grammar, and of this engine's own."""
+    own, _ = serve(engine, planned)
+    places = [place for place in own if "regex" not in planned[place]["options"]]
+    prompts = [planned[place]["prompt"] for place in places]
+    return {
+        name: engine.gaps(prompts, [outputs[place] for place in places])
+        for name, outputs in (answers | {"plain": own}).items()
+    }
+
+
+class TestLoadCuda(CudaCase):
+    """Many kinds of requests arrive over time. Some have a grammar, some are aborted, and a small pool retracts some."""
+
+    def test_mixed_load(self):
+        planned = schedule(5)
+        arguments = dict(skip_tokenizer_init=False, grammar_backend="xgrammar", chunked_prefill_size=64)
+        cases = {
+            "small pool": dict(max_total_tokens=700),
+            "mixed prefill": dict(max_total_tokens=2560, page_size=16, enable_mixed_chunk=True),
+        }
+        engines = {
+            name: EngineProcess(self.tree | arguments | case, serve_and_count, planned)
+            for name, case in cases.items()
+        }
+        found = {name: engine.result() for name, engine in engines.items()}
+        answers = {name: outputs for name, (outputs, *_) in found.items()}
+        gaps = run_engine(self.plain | arguments, serve_and_judge, planned, answers)
+        for name, (outputs, slots, retracted) in found.items():
+            with self.subTest(name):
+                print(f"{name}: {retracted} retractions")
+                assert_first_choices(self, name, Greedy([], 0, 0, slots), gaps, least_accepted=0)
+                for place, output in outputs.items():
+                    if "regex" in planned[place]["options"]:
+                        self.assertRegex(text_of(output), f"^{BEGINNING}$")
+        self.assertGreater(found["small pool"][2], 0)
 
 
 class TestServerCuda(ServerChecks, CustomTestCase):

@@ -29,7 +29,7 @@ from support.hybrid_models import (
     write_qwen3_next,
 )
 from support.jobs import sample
-from support.load import schedule, serve
+from support.load import retractions, schedule, serve
 from support.models import write_models_for
 from support.processes import EngineProcess, run_engine
 from support.sampling import SamplingCheck
@@ -308,13 +308,7 @@ class _Load:
         self.seconds = seconds
 
     def __call__(self, engine):
-        queue, retracted, found = engine.scheduler._add_request_to_queue, [], []
-
-        def watched(request, is_retracted=False, **options):
-            retracted.extend([request.rid] * is_retracted)
-            return queue(request, is_retracted=is_retracted, **options)
-
-        engine.scheduler._add_request_to_queue = watched
+        retracted, found = retractions(engine), []
         began = time.monotonic()
         while not found or time.monotonic() - began < self.seconds:
             states = engine.free_states()

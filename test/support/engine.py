@@ -52,13 +52,15 @@ class Engine:
 
     Args:
         rank: tensor-parallel rank of this process. All ranks must run the same job, with the same nccl_port.
+        overlap: run upstream's overlap loop although the arguments turn it off, as DDTREE's do on a CPU. A CPU has no
+            streams, so each forward ends at once. The host still processes its result one turn later.
         arguments: fields of ServerArgs. The defaults suit a tiny model on a CPU.
     """
 
-    def __init__(self, rank: int = 0, **arguments: Any) -> None:
+    def __init__(self, rank: int = 0, overlap: bool = False, **arguments: Any) -> None:
         from sglang.srt.managers import scheduler as module
         from sglang.srt.plugins import load_plugins
-        from sglang.srt.runtime_context import SpawnRanks, publish
+        from sglang.srt.runtime_context import SpawnRanks, get_context, publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         load_plugins()
@@ -74,6 +76,8 @@ class Engine:
         if self.args.lora_paths:
             self.args.check_server_args()  # it reads the paths
         publish(self.args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
+        if overlap:
+            get_context().override("support.engine", disable_overlap_schedule=False)
         self.scheduler = module.Scheduler(self.args, PortArgs.init_new(self.args))
         self._submitted = 0
         self._aborted: set[str] = set()

@@ -9,6 +9,7 @@ from support.engine import Engine
 
 REQUESTS = 120
 REGEX = r"\[[01](,[01])*\]"
+BEGINNING = r"\[([01](,[01])*(,|\](</s>)?)?)?"  # of what REGEX matches, and the end
 
 
 def schedule(seed: int, *, grammars: bool = True) -> list[dict[str, Any]]:
@@ -77,3 +78,20 @@ def serve(engine: Engine, planned: list[dict[str, Any]]) -> tuple[dict[int, list
         if planned[place]["abort"] is None and planned[place]["options"]["temperature"] == 0
     }
     return outputs, (free, engine.free_slots())
+
+
+def retractions(engine: Engine) -> list[str]:
+    """Watch an engine.
+
+    Returns:
+        The ids of the requests that its scheduler retracts. The list grows with each.
+    """
+    queue = engine.scheduler._add_request_to_queue
+    retracted: list[str] = []
+
+    def watched(request: Any, is_retracted: bool = False, **options: Any) -> None:
+        retracted.extend([request.rid] * is_retracted)
+        queue(request, is_retracted=is_retracted, **options)
+
+    engine.scheduler._add_request_to_queue = watched
+    return retracted

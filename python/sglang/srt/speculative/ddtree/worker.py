@@ -402,6 +402,10 @@ class DDTreeWorker(DFlashWorkerV2):
                 return self._decode(batch, on_publish, grammar_barrier)
         if self.control is not None:
             self.control.interrupt()
+        if grammar_barrier is not None and batch.has_grammar and batch.forward_mode.is_mixed():
+            # Upstream masks the logits of an extend by the grammars as they are. Those of running requests lag behind
+            # until the last step's tokens are accepted.
+            grammar_barrier()
         penalized = self.penalties.begin(batch)
         with seeded(batch):
             result = super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
