@@ -18,6 +18,7 @@ from support.jobs import (
     sample,
     stop_everywhere,
 )
+from support.logit_processors import answer_with_processors, fail_beside_others
 from support.models import text_of, write_models
 from support.penalties import PenaltyChecks
 from support.processes import run_engine, run_ranks
@@ -262,6 +263,42 @@ class TestFeatures(DDTreeCase):
     def test_logit_bias(self):
         plain, tree = self.both(answers_with_logit_bias)
         self.assertEqual(tree, plain)
+
+
+class TestLogitProcessors(DDTreeCase):
+    """Each request has its own processor or none. Some processors read the output so far.
+
+    With overlap scheduling, plain decoding shows them one token less.
+    """
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.plain |= dict(enable_custom_logit_processor=True, disable_overlap_schedule=True)
+        cls.tree |= dict(enable_custom_logit_processor=True, speculative_num_draft_tokens=32)
+        cls.expected, _ = run_engine(cls.plain, answer_with_processors)
+        cls.without = run_engine(cls.plain, greedy).outputs
+
+    def check(self, **arguments):
+        found, accepted = run_engine(self.tree | arguments, answer_with_processors)
+        self.assertEqual(found, self.expected)
+        self.assertGreater(accepted, 20)
+
+    def test_they_change_the_answers(self):
+        same = [a == b for a, b in zip(self.expected, self.without, strict=True)]
+        self.assertEqual(same, [True] + [False] * 5)
+
+    def test_tree(self):
+        self.check()
+
+    def test_mixed_prefill(self):
+        self.check(chunked_prefill_size=16, enable_mixed_chunk=True)
+
+    def test_one_that_fails_ends_its_request_only(self):
+        reason, others = run_engine(self.tree, fail_beside_others)
+        self.assertEqual(reason["type"], "abort")
+        self.assertIn("cannot write to its request", reason["message"])
+        self.assertEqual(others, self.without)
 
 
 class TestAdapters(DDTreeCase):

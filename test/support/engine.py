@@ -95,8 +95,8 @@ class Engine:
 
         Args:
             prompt: token ids.
-            options: sampling parameters, the request's options for log-probabilities, the id of its adapter, and
-                its session.
+            options: sampling parameters, the request's options for log-probabilities, the id of its adapter, its
+                session, and its custom logit processor.
 
         Returns:
             The request, which finish() completes.
@@ -107,7 +107,7 @@ class Engine:
         self._submitted += 1
         defaults = dict(
             return_logprob=False, top_logprobs_num=0, logprob_start_len=-1, token_ids_logprob=None, lora_id=None,
-            session_params=None,
+            session_params=None, custom_logit_processor=None,
         )  # fmt: skip
         fields = {name: options.pop(name, default) for name, default in defaults.items()}
         params = SamplingParams(**options)

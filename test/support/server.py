@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from itertools import pairwise
 from typing import Any
 
 import requests
-from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.utils import kill_process_tree
 from sglang.test.test_utils import popen_launch_server
 
+from support.logit_processors import NO_BIGRAM_TWICE
 from support.models import MASK_TOKEN, text_of, write_models_for
 
 PORT = int(os.environ.get("SGLANG_TEST_PORT", "21090")) + 7
@@ -154,11 +155,17 @@ class ServerChecks:
         self.assertGreaterEqual(len(late), 20)
         self.assertNotIn(free[4], late[:19])
 
-    def test_request_with_a_custom_logit_processor_is_refused(self) -> None:
-        answer = self.generate(custom_logit_processor=DisallowedTokensLogitsProcessor.to_str())
-        self.assertEqual(answer.status_code, 400)
-        self.assertIn("DDTREE does not support custom_logit_processor", answer.text)
-        self.assertEqual(self.generate().status_code, 200)
+    def test_custom_logit_processor(self) -> None:
+        """No pair of tokens comes twice, although a step emits several tokens and may begin before the host has the last."""
+        free = self.generate().json()["output_ids"]
+        found = self.generate(
+            sampling_params={"custom_params": NO_BIGRAM_TWICE["custom_params"]},
+            custom_logit_processor=NO_BIGRAM_TWICE["custom_logit_processor"],
+        ).json()["output_ids"]
+        self.assertEqual(len(found), 40)
+        for tokens, repeats in ((free, True), (found, False)):
+            pairs = list(pairwise([*PROMPT, *tokens]))
+            self.assertEqual(len(set(pairs)) < len(pairs), repeats)
 
     def test_seed(self) -> None:
         """A seed repeats a sampled answer. Several answers of one seed are refused."""

@@ -15,7 +15,7 @@ register_cpu_ci(est_time=12, suite="unit")
 class TestRequests(ArgumentsCase):
     def request(self, **parameters):
         neutral = dict(
-            custom_logit_processor=None, return_sampling_mask=False, return_hidden_states=False,
+            return_sampling_mask=False, return_hidden_states=False,
             sampling_params=SamplingParams(),
         )  # fmt: skip
         return SimpleNamespace(**neutral | parameters)
@@ -24,7 +24,7 @@ class TestRequests(ArgumentsCase):
         publish(self.resolve(), role="scheduler")
         self.assertIsNone(validate_dflash_request(self.request(), False))
         for name, value in (
-            ("custom_logit_processor", "x"), ("return_sampling_mask", True), ("return_hidden_states", True),
+            ("return_sampling_mask", True), ("return_hidden_states", True),
         ):  # fmt: skip
             with self.subTest(name):
                 self.assertIn(name, validate_dflash_request(self.request(**{name: value}), False))
@@ -45,15 +45,9 @@ class TestRequests(ArgumentsCase):
             else:
                 self.assertIn(text, found)
 
-    def test_a_refused_processor_does_not_run(self):
-        publish(self.resolve(), role="scheduler")
-        request = self.request(custom_logit_processor="x")
-        validate_dflash_request(request, False)
-        self.assertIsNone(request.custom_logit_processor)
-
     def test_other_algorithms_are_left_alone(self):
         publish(self.resolve(speculative_algorithm=None, speculative_draft_model_path=None), role="scheduler")
-        self.assertIsNone(validate_dflash_request(self.request(custom_logit_processor="x"), False))
+        self.assertIsNone(validate_dflash_request(self.request(return_sampling_mask=True), False))
 
 
 if __name__ == "__main__":

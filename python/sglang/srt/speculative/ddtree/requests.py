@@ -14,23 +14,17 @@ def refuse_request(req: Req) -> str | None:
     """Say why DDTREE cannot answer a request exactly.
 
     Args:
-        req: a request that is not queued yet. If it is refused, it loses its custom logit processor.
+        req: a request that is not queued yet.
 
     Returns:
         The reason, or None if the request is fine or another algorithm serves it.
     """
     if get_spec().speculative_algorithm != "DDTREE":
         return None
-    if req.custom_logit_processor is not None:
-        # Upstream still runs one prefill of a refused request. If a processor raises there, the server stops.
-        req.custom_logit_processor = None
-        return (
-            "DDTREE does not support custom_logit_processor: it sees a request, not the path of a tree node."
-        )
     if req.return_sampling_mask:
         return "DDTREE does not support return_sampling_mask: it samples at every node of a tree."
     if req.return_hidden_states:
-        return "DDTREE does not support return_hidden_states: the rows of a tree are not in output order."
+        return "DDTREE does not support return_hidden_states: they go to the drafter only."
     params = req.sampling_params
     if params.sampling_seed is not None and params.n > 1 and params.top_k != 1:
         return (

@@ -26,6 +26,7 @@ from sglang.srt.speculative.ddtree.expectation import Expectation
 from sglang.srt.speculative.ddtree.forward_step import ForwardStep
 from sglang.srt.speculative.ddtree.heads import HeadParts, make_head
 from sglang.srt.speculative.ddtree.kv_pool import KVGroup, commit_kv, describe_pools, kv_groups, refuse_layers
+from sglang.srt.speculative.ddtree.logit_processors import LogitProcessors, NodeStates, process
 from sglang.srt.speculative.ddtree.metrics import DDTreeMetrics, DifferenceReader, PhaseTimer
 from sglang.srt.speculative.ddtree.penalties import Options, OutputPenalties
 from sglang.srt.speculative.ddtree.recurrent_state import RecurrentStates, recurrent_gaps
@@ -68,7 +69,8 @@ class DDTreeWorker(DFlashWorkerV2):
         accept   the target's token at each node, and the path along which the drafted tokens equal them
         commit   the path's KV moves to the front of the window, and its hidden states go to the drafter
 
-    Between draft and commit only grammars wait for the device, because their masks are built on the host.
+    Between draft and commit only two things wait for the device, because they run on the host: grammars, and custom
+    logit processors that read their request.
     """
 
     def __init__(
@@ -181,6 +183,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self._draft_sampler = self.builder  # upstream gives it the anchors, without graphs as well
         self._wrap_backends()
         self.step_graphs = None if self._on_cpu else self._make_step_graphs()
+        self.processors = LogitProcessors()
         self.penalties = OutputPenalties(
             max_requests=self._max_rows,
             vocab_size=self.model_runner.model_config.vocab_size,
@@ -407,10 +410,12 @@ class DDTreeWorker(DFlashWorkerV2):
             # until the last step's tokens are accepted.
             grammar_barrier()
         penalized = self.penalties.begin(batch)
+        self.processors.prefill(batch)
         with seeded(batch):
             result = super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
         if penalized is not None:
             self.penalties.count(batch.req_pool_indices, result.next_token_ids[:, None].long())
+        self.processors.remember(batch, result.next_token_ids)
         return result
 
     def _decode(
@@ -427,6 +432,7 @@ class DDTreeWorker(DFlashWorkerV2):
         step = self._begin(batch, num_nodes)
         step.draft()
         self.phases.mark()
+        states = self.processors.states(batch, step.drafted)
         grammar_tree = None
         if batch.has_grammar:  # the copy to the host overlaps the verify forward
             trees = step.drafted()
@@ -437,7 +443,9 @@ class DDTreeWorker(DFlashWorkerV2):
         self.phases.mark()
         grammar_mask = self._grammar_mask(batch, grammar_tree, grammar_barrier)
         penalized = self.penalties.options(batch.reqs)
-        target = self._sample(batch, step, output.next_token_logits, positions, grammar_mask, penalized)
+        target = self._sample(
+            batch, step, output.next_token_logits, positions, grammar_mask, penalized, states
+        )
         self.phases.mark()
         accepted, new_seq_lens = step.accept(target)
         self.phases.mark()
@@ -449,6 +457,7 @@ class DDTreeWorker(DFlashWorkerV2):
             self.trace.step(step.drafted(), accepted, [req.rid for req in batch.reqs])
         if penalized is not None:
             self.penalties.count(batch.req_pool_indices, accepted.tokens, accepted.lengths)
+        self.processors.remember(batch, accepted.tokens, accepted.lengths)
         if batch.return_logprob:
             roots = torch.arange(0, target.numel(), num_nodes, device=self.device)
             compute_spec_logprobs(batch, output, target, accept_index=accepted.path + roots[:, None])
@@ -474,6 +483,7 @@ class DDTreeWorker(DFlashWorkerV2):
         positions: torch.Tensor,
         grammar_mask: GrammarMask | None,
         penalized: Options | None,
+        states: NodeStates | None,
     ) -> torch.Tensor:
         """Pick the target's token at each node.
 
@@ -484,6 +494,7 @@ class DDTreeWorker(DFlashWorkerV2):
             positions: [bs * N] int64, the positions of the nodes.
             grammar_mask: the tokens that grammars allow; None allows all.
             penalized: the penalties that the requests ask for, or None.
+            states: what custom logit processors see; None if no request has one.
 
         Returns:
             [bs * N] int64.
@@ -492,6 +503,8 @@ class DDTreeWorker(DFlashWorkerV2):
         if penalized is not None:
             self.penalties.apply(logits, penalized, info, batch.req_pool_indices, step.drafted(), positions)
         constrain(logits, info, grammar_mask, step.num_nodes)
+        if states is not None:
+            process(logits, batch, states)
         target = target_tokens(
             logits,
             info,
