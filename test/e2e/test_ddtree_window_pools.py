@@ -14,9 +14,10 @@ from support.models import write_models_for
 from support.processes import run_engine
 from support.prompts import PROMPTS, TOKENS
 from support.window_models import (
-    WINDOW,
+    WindowedLlama,
     gemma4_choices,
     mimo_v2_choices,
+    watch_window_slots,
     write_gemma4,
     write_mimo_v2,
     write_windowed_llama,
@@ -25,83 +26,6 @@ from support.window_models import (
 register_cpu_ci(est_time=150, suite="e2e")
 
 TREE = dict(speculative_algorithm="DDTREE", speculative_num_draft_tokens=32)
-
-
-class WindowedLlama:
-    """Runs a job on a Llama whose layers 0 and 2 have a window.
-
-    See watch_window_slots(): a read of a freed slot would spread NaN.
-
-    Args:
-        job: the job to run.
-        shared: layer 2 has no K and V, and reads those of layer 0, as in YOCO and Gemma 4.
-
-    Returns:
-        What the job returns, and the number of tokens whose slots have been freed.
-    """
-
-    def __init__(self, job, *, shared=False):
-        self.job = job
-        self.shared = shared
-
-    def before(self):
-        from sglang.srt.models import llama
-
-        shared = self.shared
-
-        class Windowed(llama.RadixAttention):
-            def __init__(self, *args, layer_id, **options):
-                self.borrows = shared and layer_id == 2
-                super().__init__(*args, layer_id=0 if self.borrows else layer_id, **options)
-                self.sliding_window_size = WINDOW if layer_id != 1 else -1
-
-            def forward(self, q, k, v, forward_batch, **options):
-                if self.borrows:
-                    k = v = None
-                    options["save_kv_cache"] = False
-                return super().forward(q, k, v, forward_batch, **options)
-
-        llama.RadixAttention = Windowed
-
-    def __call__(self, engine):
-        slots = engine.scheduler.token_to_kv_pool_allocator
-        freed = watch_window_slots(slots) if hasattr(slots, "swa_attn_allocator") else []
-        return self.job(engine), sum(freed)
-
-
-def watch_window_slots(allocator):
-    """Make the window layers' pool give its last slots first, and fill the slots that it frees with NaN.
-
-    Otherwise a token would have the same slot in both pools for a long time.
-
-    Args:
-        allocator: the allocator of an engine without requests.
-
-    Returns:
-        The growing list of how many slots have been freed.
-    """
-    windows = allocator.swa_attn_allocator
-    windows.free_pages = windows.free_pages.flip(0)
-    freed, page = [], allocator.page_size
-    pool = allocator.get_kvcache().swa_kv_pool
-
-    def poison(slots):
-        freed.append(slots.numel())
-        for buffer in (*pool.k_buffer, *pool.v_buffer):
-            buffer[slots] = float("nan")
-
-    free, free_page_ids = windows.free, windows.free_page_ids
-
-    def free_slots(slots):
-        poison(slots)
-        free(slots)
-
-    def free_pages(pages):
-        poison((pages[:, None] * page + pages.new_tensor(range(page))).flatten())
-        free_page_ids(pages)
-
-    windows.free, windows.free_page_ids = free_slots, free_pages
-    return freed
 
 
 def fill_pool(engine):

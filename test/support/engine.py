@@ -110,6 +110,11 @@ class Engine:
             session_params=None, custom_logit_processor=None,
         )  # fmt: skip
         fields = {name: options.pop(name, default) for name, default in defaults.items()}
+        if self.args.disaggregation_mode != "null":  # both engines get the same requests in the same order
+            fields |= dict(
+                bootstrap_host=self.args.host, bootstrap_port=self.args.disaggregation_bootstrap_port,
+                bootstrap_room=self._submitted,
+            )  # fmt: skip
         params = SamplingParams(**options)
         params.normalize(self.scheduler.tokenizer)
         self.scheduler.handle_generate_request(

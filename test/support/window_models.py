@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from support.models import VOCABULARY
 
 if TYPE_CHECKING:
     from transformers import MiMoV2FlashForCausalLM
+
+    from support.engine import Engine
 
 WINDOW = 16  # tokens before the query, in layers 0 and 2
 PATTERN = [1, 0, 1]  # which layers have it
@@ -158,3 +161,81 @@ def gemma4_choices(folder: str, prompt: list[int], output: list[int]) -> list[in
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*prompt, *output[:-1]]])).logits[0]
     return logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+class WindowedLlama:
+    """Runs a job on a Llama whose layers 0 and 2 have a window.
+
+    See watch_window_slots(): a read of a freed slot would spread NaN.
+
+    Args:
+        job: the job to run.
+        shared: layer 2 has no K and V, and reads those of layer 0, as in YOCO and Gemma 4.
+
+    Returns:
+        What the job returns, and the number of tokens whose slots have been freed.
+    """
+
+    def __init__(self, job: Callable[[Engine], Any], *, shared: bool = False) -> None:
+        self.job = job
+        self.shared = shared
+
+    def before(self) -> None:
+        from sglang.srt.models import llama
+
+        shared = self.shared
+
+        class Windowed(llama.RadixAttention):
+            def __init__(self, *args: Any, layer_id: int, **options: Any) -> None:
+                self.borrows = shared and layer_id == 2
+                super().__init__(*args, layer_id=0 if self.borrows else layer_id, **options)
+                self.sliding_window_size = WINDOW if layer_id != 1 else -1
+
+            def forward(self, q: Any, k: Any, v: Any, forward_batch: Any, **options: Any) -> Any:
+                if self.borrows:
+                    k = v = None
+                    options["save_kv_cache"] = False
+                return super().forward(q, k, v, forward_batch, **options)
+
+        llama.RadixAttention = Windowed
+
+    def __call__(self, engine: Engine) -> tuple[Any, int]:
+        slots = engine.scheduler.token_to_kv_pool_allocator
+        freed = watch_window_slots(slots) if hasattr(slots, "swa_attn_allocator") else []
+        return self.job(engine), sum(freed)
+
+
+def watch_window_slots(allocator: Any) -> list[int]:
+    """Make the window layers' pool give its last slots first, and fill the slots that it frees with NaN.
+
+    Otherwise a token would have the same slot in both pools for a long time.
+
+    Args:
+        allocator: the allocator of an engine without requests.
+
+    Returns:
+        The growing list of how many slots have been freed.
+    """
+    windows = allocator.swa_attn_allocator
+    windows.free_pages = windows.free_pages.flip(0)
+    freed: list[int] = []
+    page = allocator.page_size
+    pool = allocator.get_kvcache().swa_kv_pool
+
+    def poison(slots: torch.Tensor) -> None:
+        freed.append(slots.numel())
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer[slots] = float("nan")
+
+    free, free_page_ids = windows.free, windows.free_page_ids
+
+    def free_slots(slots: torch.Tensor) -> None:
+        poison(slots)
+        free(slots)
+
+    def free_pages(pages: torch.Tensor) -> None:
+        poison((pages[:, None] * page + pages.new_tensor(range(page))).flatten())
+        free_page_ids(pages)
+
+    windows.free, windows.free_page_ids = free_slots, free_pages
+    return freed

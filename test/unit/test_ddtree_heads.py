@@ -264,6 +264,20 @@ class TestLiLiCorr(HeadCase):
             torch.allclose(head.candidates(self.hidden[order], self.bonus[order]).log_probs, found)
         )
 
+    def test_a_request_from_another_server_gets_no_anchor_of_an_earlier_one(self):
+        parts = self.parts(dict(lilicorr=self.module()), self.K)
+        rows = torch.tensor([3, 1, 6])
+        used, fresh = LiLiCorrHead(parts), LiLiCorrHead(parts)
+        anchors = torch.randn(BS, HIDDEN)
+        for head, known in ((used, BS), (fresh, 2)):
+            head.begin(rows[:known])
+            head.set_anchor(anchors[:known])
+            head.begin(rows)
+        want = fresh.candidates(self.hidden, self.bonus).log_probs
+        self.assertFalse(torch.equal(used.candidates(self.hidden, self.bonus).log_probs, want))
+        used.forget(rows[2:])
+        self.assertTrue(torch.equal(used.candidates(self.hidden, self.bonus).log_probs, want))
+
 
 if __name__ == "__main__":
     unittest.main()

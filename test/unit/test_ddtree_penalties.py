@@ -171,6 +171,19 @@ class TestNodesOfATree(CustomTestCase):
         _, info = self.begin(self.requests, self.pool_rows)
         self.check_sampler(info, self.requests, [req.output_ids for req in self.requests])
 
+    def test_requests_whose_prefill_ran_elsewhere(self):
+        """They take rows that others have used, and join requests that run already."""
+        self.begin(self.requests, self.pool_rows)
+        outputs = self.tokens(len(self.requests), 3)
+        self.penalties.count(self.pool_rows, outputs)
+        outputs = outputs.tolist()
+        for i in (1, 2, 4):
+            outputs[i] = self.tokens(1 + i).tolist()
+            self.requests[i].output_ids = outputs[i]
+        batch = SimpleNamespace(req_pool_indices=self.pool_rows)
+        self.penalties.resume(batch, [(i, self.requests[i]) for i in (1, 2, 4)])
+        self.check_nodes(outputs, 24)
+
     def test_mixed_batch_keeps_the_counts_of_running_requests(self):
         running, fresh = self.requests[:3], self.requests[3:]
         self.begin(running, self.pool_rows[:3])

@@ -230,6 +230,9 @@ class TestRefusals(ArgumentsCase):
     def test_features(self):
         for flag, value in (
             ("pp_size", 2),
+            ("attn_dp_size", 2),
+            ("enable_dp_attention", True),
+            ("disaggregation_decode_retraction_backup", "host_pool"),
             ("speculative_draft_sink_size", 4),
             ("enable_hierarchical_cache", True),
             ("hicache_storage_backend", "file"),
@@ -244,6 +247,12 @@ class TestRefusals(ArgumentsCase):
         ):
             with self.subTest(flag):
                 self.refused(f"--{flag.replace('_', '-')}: expected", **{flag: value})
+
+    def test_disaggregation(self):
+        """Upstream's default of a decoding server registers the host's memory with CUDA."""
+        self.resolve(disaggregation_mode="prefill")
+        resolved = resolved_view(self.resolve(disaggregation_mode="decode"))
+        self.assertEqual(resolved.disaggregation_decode_retraction_backup, "cpu_tensor")
 
     def test_streaming_sessions_with_recurrent_layers(self):
         self.resolve(enable_streaming_session=True)

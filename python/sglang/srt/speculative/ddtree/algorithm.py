@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.ddtree.disaggregation import draft_input_of_arrived
 from sglang.srt.speculative.ddtree.server_args import resolve_server_args
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -12,8 +13,10 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvMetadata
     from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 
 
 def keeps_no_state_per_node() -> bool:
@@ -85,6 +88,11 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         from sglang.srt.managers.overlap_utils import FutureMap
 
         return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+
+    def build_disagg_draft_input(
+        self, batch: ScheduleBatch, last_tokens_tensor: torch.Tensor, future_map: FutureMap
+    ) -> DFlashDraftInputV2:
+        return draft_input_of_arrived(batch, last_tokens_tensor, future_map)
 
     def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
         """Tokens per request of one TARGET_VERIFY forward.

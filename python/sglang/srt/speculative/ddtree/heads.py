@@ -129,6 +129,13 @@ class Head:
                 batch may be padded. None: there is no batch.
         """
 
+    def forget(self, rows: torch.Tensor) -> None:
+        """Forget what set_anchor() was given for requests that used these rows earlier.
+
+        Args:
+            rows: int64, rows of the slot table. Their requests now have had no prefill on this server.
+        """
+
     def candidates(self, hidden: torch.Tensor, bonus: torch.Tensor) -> Candidates:
         """Score the candidates of each draft position.
 
@@ -225,6 +232,7 @@ class LiLiCorrHead(Head):
         self.head.materialize_inference_buffers(weight.device, weight.dtype)
         self.rows = torch.zeros(parts.max_requests, dtype=torch.int64, device=weight.device)
         self.anchors = weight.new_zeros(parts.max_requests, self.head.context_proj.input_size)
+        self.has_anchor = torch.zeros(parts.max_requests, dtype=torch.bool, device=weight.device)
 
     @classmethod
     def trained_candidates(cls, config: Any) -> int | None:
@@ -250,7 +258,12 @@ class LiLiCorrHead(Head):
 
     def set_anchor(self, hidden: torch.Tensor | None) -> None:
         if hidden is not None:
-            self.anchors[self.rows[: hidden.shape[0]]] = hidden.to(self.anchors.dtype)
+            rows = self.rows[: hidden.shape[0]]
+            self.anchors[rows] = hidden.to(self.anchors.dtype)
+            self.has_anchor.index_fill_(0, rows, True)
+
+    def forget(self, rows: torch.Tensor) -> None:
+        self.has_anchor.index_fill_(0, rows, False)
 
     def candidates(self, hidden: torch.Tensor, bonus: torch.Tensor) -> Candidates:
         hidden, head = hidden[:, 1:], self.head
@@ -262,7 +275,7 @@ class LiLiCorrHead(Head):
                 candidate_log_probs=(logits - log_sum[..., None])[:, None],
                 pass_hidden=hidden[:, None],
                 anchor_hidden=self.anchors[self.rows[:bs], None],
-                anchor_valid=torch.ones(bs, 1, dtype=torch.bool, device=tokens.device),
+                anchor_valid=self.has_anchor[self.rows[:bs], None],
             )
         )
         first = start[:, :, None].expand(-1, -1, tokens.shape[2], -1)

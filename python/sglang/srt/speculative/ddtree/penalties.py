@@ -79,7 +79,8 @@ class OutputPenalties:
 
     Upstream counts in the scheduler: one token per step, one step late under overlap scheduling, and none for
     the DFLASH family. Here the step that accepts tokens counts them, in the order of the forward stream. A
-    prefill sets a request's counts from its output (also after a retraction), and each step adds to them.
+    prefill sets a request's counts from its output (also after a retraction), and each step adds to them. If the
+    prefill ran on another server, the request's first step here sets them.
 
     Args:
         max_requests: rows of the request pool.
@@ -120,18 +121,13 @@ class OutputPenalties:
         running = {id(req) for req in batch.decoding_reqs or ()}
         started = [(i, req) for i, req in enumerate(batch.reqs) if id(req) not in running]
         pool_rows = batch.req_pool_indices.long()
-        fresh = async_h2d([i for i, _ in started], dtype=torch.int64, device=self._device)
-        self.counts.index_fill_(0, pool_rows[fresh], 0.0)
+        self._start(pool_rows, started)
         info = batch.sampling_info
-        output = [(i, token) for i, req in started for token in req.output_ids]
-        if not output and not running:
+        if not running and not any(req.output_ids for _, req in started):
             # There is no token to penalize yet, and every request may still need its minimum. Upstream's own
             # additive penalties are right. Its scale is 1 everywhere, and applying it would compile a kernel.
             info.acc_scaling_penalties = None
             return options
-        if output:
-            requests, tokens = async_h2d(list(zip(*output)), dtype=torch.int64, device=self._device)
-            self._add(pool_rows[requests], tokens, torch.ones(len(output), device=self._device))
         counts = self.counts[pool_rows]
         emitted = batch.seq_lens[:, None].long() - options.prompt_lens
         additive = self._stops(options, info.acc_additive_penalties, emitted)
@@ -140,6 +136,25 @@ class OutputPenalties:
         if options.repetition:
             info.acc_scaling_penalties = torch.where(counts > 0, options.columns["repetition_penalty"], 1.0)
         return options
+
+    def resume(self, batch: ScheduleBatch, arrived: list[tuple[int, Req]]) -> None:
+        """Set the counts of requests that have had no prefill here.
+
+        Args:
+            batch: the batch of their first step.
+            arrived: these requests, each with its index in the batch.
+        """
+        if self.options([req for _, req in arrived]) is not None:
+            self._start(batch.req_pool_indices.long(), arrived)
+
+    def _start(self, pool_rows: torch.Tensor, started: list[tuple[int, Req]]) -> None:
+        """Set the counts of some requests of a batch from their output."""
+        fresh = async_h2d([i for i, _ in started], dtype=torch.int64, device=self._device)
+        self.counts.index_fill_(0, pool_rows[fresh], 0.0)
+        output = [(i, token) for i, req in started for token in req.output_ids]
+        if output:
+            requests, tokens = async_h2d(list(zip(*output)), dtype=torch.int64, device=self._device)
+            self._add(pool_rows[requests], tokens, torch.ones(len(output), device=self._device))
 
     def apply(
         self,

@@ -58,6 +58,10 @@ UNFIT_BACKENDS = {
     "llada2_cfg_flashinfer": "it serves diffusion language models",
 }  # fmt: skip
 
+IDLE_RANKS = (
+    "DDTREE has no verify for a rank without requests, which must still take part in the others' collectives"
+)
+
 
 class Refusal(NamedTuple):
     """An argument for which DDTREE serves only some values.
@@ -88,7 +92,8 @@ REFUSALS = (
     Refusal("pp_size", (1,), "the drafter reads target layers of every pipeline stage"),
     Refusal("attn_cp_size", (1,), "a tree is not split over context-parallel ranks"),
     Refusal("dcp_size", (1,), "a tree is not split over context-parallel ranks"),
-    Refusal("enable_dp_attention", (False,), "idle ranks would need empty trees"),
+    Refusal("attn_dp_size", (1,), IDLE_RANKS),
+    Refusal("enable_dp_attention", (False,), IDLE_RANKS),
     Refusal("enable_two_batch_overlap", (False,), "trees are not split with their batch"),
     Refusal("enable_pdmux", (False,), "the verify graph is captured for one stream"),
     Refusal("enable_unified_memory", (False,), "its pool moves whole pages, not single slots"),
@@ -103,7 +108,6 @@ REFUSALS = (
     Refusal("speculative_token_map", (None,), "the drafter proposes from the whole vocabulary"),
     Refusal("speculative_adaptive", (False,), "--speculative-ddtree-budget auto adapts DDTREE's trees"),
     Refusal("speculative_draft_sink_size", (None, 0), "the drafter sees only the end of the prefix"),
-    Refusal("disaggregation_mode", ("null",), "the drafter's KV is not transferred"),
     Refusal("enable_linear_replayssm", (False,), "recurrent states are committed by path, not by decoding step"),
     Refusal("enable_linear_replayssm_spec", (False,), "it replays one chain of tokens, not the path of a tree"),
     Refusal("enable_deterministic_inference", (False,), "tree verify is not batch-invariant"),
@@ -116,6 +120,7 @@ DEVICE_REFUSALS = {
         Refusal("speculative_draft_attention_backend", (CPU_DRAFT_BACKEND, None), "no other backend runs on a CPU"),
         Refusal("speculative_ddtree_verify", ("native",), "Triton does not run on a CPU"),
         Refusal("enable_hierarchical_cache", (False,), "SGLang registers the host's memory with CUDA"),
+        Refusal("disaggregation_decode_retraction_backup", ("cpu_tensor", "none", None), "SGLang registers the host's memory with CUDA"),
     ),
 }  # fmt: skip
 
@@ -290,6 +295,8 @@ def resolve_server_args(args: ServerArgs) -> None:
     if args.device == "cpu":
         # Upstream's overlap scheduling needs device streams.
         args.disable_overlap_schedule = True
+        if args.disaggregation_mode == "decode" and args.disaggregation_decode_retraction_backup is None:
+            args.disaggregation_decode_retraction_backup = "cpu_tensor"  # see DEVICE_REFUSALS
     if args.max_running_requests is None:
         args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
     if args.enable_memory_saver:

@@ -22,6 +22,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang.srt.models.dflash_speculators import SpeculatorsMixin
 from sglang.srt.speculative.ddtree.budget import Budget, StepCosts, widths_up_to
 from sglang.srt.speculative.ddtree.coverage import verify_layers, widest_window
+from sglang.srt.speculative.ddtree.disaggregation import take_arrived
 from sglang.srt.speculative.ddtree.expectation import Expectation
 from sglang.srt.speculative.ddtree.forward_step import ForwardStep
 from sglang.srt.speculative.ddtree.heads import HeadParts, make_head
@@ -44,10 +45,11 @@ from sglang.srt.speculative.ddtree.width_control import WidthControl
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+from sglang.srt.utils.common import async_h2d
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarMask
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -401,6 +403,8 @@ class DDTreeWorker(DFlashWorkerV2):
             batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle()
         )
         if is_decode:
+            if arrived := take_arrived(batch.reqs):
+                self._resume(batch, arrived)
             with seeded(batch):
                 return self._decode(batch, on_publish, grammar_barrier)
         if self.control is not None:
@@ -417,6 +421,12 @@ class DDTreeWorker(DFlashWorkerV2):
             self.penalties.count(batch.req_pool_indices, result.next_token_ids[:, None].long())
         self.processors.remember(batch, result.next_token_ids)
         return result
+
+    def _resume(self, batch: ScheduleBatch, arrived: list[tuple[int, Req]]) -> None:
+        """Set what a prefill would have set for the requests of a batch that have had none on this server."""
+        self.penalties.resume(batch, arrived)
+        rows = [request.kv.req_pool_idx for _, request in arrived]
+        self.builder.head.forget(async_h2d(rows, dtype=torch.int64, device=self.device))
 
     def _decode(
         self,

@@ -1,0 +1,121 @@
+"""Two engines that share requests: one prefills and sends the KV, the other receives it and decodes."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import time
+from typing import Any
+
+import torch
+
+from support import transfer
+from support.engine import Engine
+from support.processes import EngineProcess, Job, unused_port
+from support.prompts import PROMPTS, TOKENS
+
+SECONDS = float(os.environ.get("SGLANG_TEST_ENGINE_SECONDS", "240"))  # for a job and its engines' start
+
+
+class _Half:
+    """A job of one of the two engines.
+
+    Args:
+        mode: "prefill" or "decode".
+        port: where the engines find each other.
+        decoded: set when the decoding engine has done its job. Until then it needs the other one.
+        job: called as job(engine, ...) on both engines, so that both get the same requests in the same order.
+    """
+
+    def __init__(self, mode: str, port: int, decoded: Any, job: Job) -> None:
+        self.mode, self.port, self.decoded, self.job = mode, port, decoded, job
+
+    def before(self) -> None:
+        getattr(self.job, "before", lambda: None)()
+        transfer.install()
+        if self.mode == "prefill":
+            from sglang.srt.disaggregation.mooncake import MooncakeKVBootstrapServer
+
+            self.server = MooncakeKVBootstrapServer(transfer.HOST, self.port)
+
+    def __call__(self, engine: Engine, *args: Any) -> Any:
+        result = self.job(engine, *args)
+        if self.mode == "decode":
+            self.decoded.set()
+        else:
+            self.decoded.wait(SECONDS)
+        return result
+
+
+def run_pair(
+    arguments: dict[str, Any], job: Job, *args: Any, decode: dict[str, Any] | None = None
+) -> tuple[Any, Any]:
+    """Run a job on a prefilling and a decoding engine at once.
+
+    Args:
+        arguments: the arguments of both engines.
+        job: called as job(engine, *args) on each. Its requests meet by the order in which each engine gets them. With
+            CUDA it must pickle.
+        args: further arguments of the job.
+        decode: further arguments of the decoding engine.
+
+    Returns:
+        The job's results on the prefilling and on the decoding engine.
+    """
+    port, spawn = unused_port(), arguments.get("device", "cpu") != "cpu"
+    decoded = multiprocessing.get_context("spawn" if spawn else "fork").Event()
+    common = arguments | dict(
+        disaggregation_transfer_backend="mooncake", disaggregation_bootstrap_port=port, host=transfer.HOST
+    )
+    halves = [
+        EngineProcess(common | own | {"disaggregation_mode": mode}, _Half(mode, port, decoded, job), *args)
+        for mode, own in (("prefill", {}), ("decode", decode or {}))
+    ]
+    try:
+        until = time.monotonic() + SECONDS
+        while not any(half.has_ended() for half in halves) and time.monotonic() < until:
+            time.sleep(0.05)
+        # The prefilling engine ends first if it failed. Then the other one would wait for it.
+        order = (0, 1) if halves[0].has_ended() else (1, 0)
+        results = {i: halves[i].result(max(1.0, until - time.monotonic())) for i in order}
+        return results[0], results[1]
+    finally:
+        for half in halves:
+            half.kill()
+
+
+def _digest(pool: Any, slots: torch.Tensor) -> str:
+    """What the slots hold in all layers of a KV pool."""
+    kv = torch.stack([buffer[slots] for buffer in (*pool.k_buffer, *pool.v_buffer)])
+    return hashlib.sha256(kv.float().cpu().numpy().tobytes()).hexdigest()
+
+
+def kv_of_prompts(engine: Engine) -> list[tuple[str, str]]:
+    """Answer PROMPTS greedily.
+
+    Returns:
+        For each prompt, what its KV was in the target's pool and in the drafter's: after the prefill if the engine
+        prefills, else before the first step.
+    """
+    worker = engine.scheduler.draft_worker
+    pools = [runner.token_to_kv_pool for runner in (worker.model_runner, worker.draft_model_runner)]
+    table = worker.model_runner.req_to_token_pool.req_to_token
+    forward, found = worker.forward_batch_generation, {}
+
+    def look(batch: Any) -> None:
+        for row, request in zip(batch.req_pool_indices, batch.reqs):
+            slots = table[row, : len(request.origin_input_ids)].long()
+            found.setdefault(request.rid, tuple(_digest(pool, slots) for pool in pools))
+
+    def watched(batch: Any, *args: Any, **options: Any) -> Any:
+        if not batch.forward_mode.is_extend():
+            look(batch)
+        result = forward(batch, *args, **options)
+        if batch.forward_mode.is_extend():
+            look(batch)
+        return result
+
+    worker.forward_batch_generation = watched
+    requests = engine.generate(PROMPTS, temperature=0, max_new_tokens=TOKENS, ignore_eos=True)
+    return [found[request.rid] for request in requests]
