@@ -11,6 +11,7 @@ from support.cases import DDTreeCase
 from support.disaggregation import kv_of_prompts, run_pair
 from support.hybrid_models import write_qwen3_next
 from support.jobs import exhaust_grammar, greedy
+from support.models import write_models
 from support.penalties import PENALTIES, answer_by_definition, answer_with_penalties
 from support.processes import run_engine
 from support.prompts import PROMPTS
@@ -88,6 +89,17 @@ class TestGreedy(DDTreeCase):
             _, found = run_pair(self.tree | recurrent, greedy)
         self.assertEqual(found.outputs, expected)
         self.assertGreater(found.accepted, 20)
+
+    def test_two_ranks_on_each_side(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        # Upstream splits a vocabulary at multiples of 64, and each of two ranks must have tokens to draft from.
+        target, drafter = write_models(Path(folder.name), vocabulary=128)
+        tree = self.tree | dict(model_path=target, speculative_draft_model_path=drafter, tp_size=2)
+        _, (first, second) = run_pair(tree | dict(speculative_eagle_topk=32), greedy)
+        self.assertEqual(first, second)
+        self.assertEqual(first.outputs, run_engine(dict(model_path=target), greedy).outputs)
+        self.assertGreater(first.accepted, 20)
 
 
 class TestState(DDTreeCase):

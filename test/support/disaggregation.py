@@ -12,7 +12,7 @@ import torch
 
 from support import transfer
 from support.engine import Engine
-from support.processes import EngineProcess, Job, unused_port
+from support.processes import Job, start_engine, unused_port
 from support.prompts import PROMPTS, TOKENS
 
 SECONDS = float(os.environ.get("SGLANG_TEST_ENGINE_SECONDS", "240"))  # for a job and its engines' start
@@ -23,21 +23,16 @@ class _Half:
 
     Args:
         mode: "prefill" or "decode".
-        port: where the engines find each other.
         decoded: set when the decoding engine has done its job. Until then it needs the other one.
         job: called as job(engine, ...) on both engines, so that both get the same requests in the same order.
     """
 
-    def __init__(self, mode: str, port: int, decoded: Any, job: Job) -> None:
-        self.mode, self.port, self.decoded, self.job = mode, port, decoded, job
+    def __init__(self, mode: str, decoded: Any, job: Job) -> None:
+        self.mode, self.decoded, self.job = mode, decoded, job
 
     def before(self) -> None:
         getattr(self.job, "before", lambda: None)()
         transfer.install()
-        if self.mode == "prefill":
-            from sglang.srt.disaggregation.mooncake import MooncakeKVBootstrapServer
-
-            self.server = MooncakeKVBootstrapServer(transfer.HOST, self.port)
 
     def __call__(self, engine: Engine, *args: Any) -> Any:
         result = self.job(engine, *args)
@@ -61,17 +56,20 @@ def run_pair(
         decode: further arguments of the decoding engine.
 
     Returns:
-        The job's results on the prefilling and on the decoding engine.
+        The job's results on the prefilling and on the decoding engine. With `tp_size` each is a list, by rank.
     """
+    from sglang.srt.disaggregation.mooncake import MooncakeKVBootstrapServer
+
     port, spawn = unused_port(), arguments.get("device", "cpu") != "cpu"
     decoded = multiprocessing.get_context("spawn" if spawn else "fork").Event()
     common = arguments | dict(
         disaggregation_transfer_backend="mooncake", disaggregation_bootstrap_port=port, host=transfer.HOST
     )
     halves = [
-        EngineProcess(common | own | {"disaggregation_mode": mode}, _Half(mode, port, decoded, job), *args)
+        start_engine(common | own | {"disaggregation_mode": mode}, _Half(mode, decoded, job), *args)
         for mode, own in (("prefill", {}), ("decode", decode or {}))
     ]
+    server = MooncakeKVBootstrapServer(transfer.HOST, port)  # after the forks, because it starts a thread
     try:
         until = time.monotonic() + SECONDS
         while not any(half.has_ended() for half in halves) and time.monotonic() < until:
@@ -83,6 +81,7 @@ def run_pair(
     finally:
         for half in halves:
             half.kill()
+        server.close()
 
 
 def _digest(pool: Any, slots: torch.Tensor) -> str:

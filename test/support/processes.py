@@ -211,10 +211,14 @@ class EngineRanks:
             else:
                 time.sleep(0.1)
         if self._failure is not None:
-            for process in self._ranks:
-                process.kill()
+            self.kill()
             raise RuntimeError(self._failure)
         return [self._results[rank] for rank in range(len(self._ranks))]
+
+    def kill(self) -> None:
+        """Kill all ranks."""
+        for process in self._ranks:
+            process.kill()
 
 
 def start_engine(arguments: dict[str, Any], job: Job, *args: Any) -> EngineProcess | EngineRanks:
