@@ -25,7 +25,7 @@ from support.processes import run_engine, run_ranks
 from support.prompts import PROMPTS, TOKENS
 from support.sampling import SamplingChecks
 
-register_cpu_ci(est_time=270, suite="e2e")
+register_cpu_ci(est_time=310, suite="e2e")
 
 
 class TestGreedy(DDTreeCase):
@@ -291,8 +291,12 @@ class TestLogitProcessors(DDTreeCase):
     def test_tree(self):
         self.check()
 
-    def test_mixed_prefill(self):
-        self.check(chunked_prefill_size=16, enable_mixed_chunk=True)
+    def test_overlap(self):
+        """Each step begins before the scheduler has the tokens of the last one."""
+        self.check(overlap=True)
+
+    def test_mixed_prefill_and_overlap(self):
+        self.check(overlap=True, chunked_prefill_size=16, enable_mixed_chunk=True)
 
     def test_one_that_fails_ends_its_request_only(self):
         reason, others = run_engine(self.tree, fail_beside_others)
