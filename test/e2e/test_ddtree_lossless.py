@@ -16,6 +16,7 @@ from support.jobs import (
     fill_context,
     greedy,
     sample,
+    share_pool,
     stop_everywhere,
 )
 from support.logit_processors import answer_with_processors, fail_beside_others
@@ -337,6 +338,16 @@ class TestSessions(DDTreeCase):
 
     def test_turns_go_on_from_kv_that_is_kept(self):
         self.check(streaming=True, enable_streaming_session=True)
+
+    def test_sessions_share_a_small_pool(self):
+        pool = dict(
+            enable_streaming_session=True, max_total_tokens=800
+        )  # in the end they hold nearly 700 tokens
+        expected, _, _ = run_engine(self.plain | pool, share_pool)
+        answers, leaked, retracted = run_engine(self.tree | pool, share_pool)
+        self.assertEqual(answers, expected)
+        self.assertEqual(leaked, 0)
+        self.assertGreater(retracted, len(expected), "no request was retracted twice")
 
 
 class TestPenalties(PenaltyChecks, DDTreeCase):

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from support.engine import Engine, Greedy
+from support.load import retractions
 from support.models import SYMBOLS, text_of
 from support.prompts import LONG_PROMPTS, PROMPTS, TOKENS
 
@@ -121,6 +122,31 @@ def _close(sessions: Any, request: Any) -> bool:
     if request.session_id in sessions:
         sessions.close(request)
     return True
+
+
+def share_pool(engine: Engine) -> tuple[list[list[int]], int, int]:
+    """Answer three turns of a streaming session for each of PROMPTS, all sessions at once.
+
+    Returns:
+        The answers, the leaked slots, and the number of retractions.
+    """
+    from sglang.srt.managers.io_struct import CloseSessionReqInput, OpenSessionReqInput, SessionParams
+
+    sessions, free = engine.scheduler.session_controller, engine.free_slots()
+    retracted, answers = retractions(engine), []
+    names = [f"s{i}" for i in range(len(PROMPTS))]
+    for name in names:
+        sessions.open(OpenSessionReqInput(capacity_of_str_len=4096, session_id=name, streaming=True))
+    for turn in range(3):
+        requests = engine.finish([
+            engine.submit([3 + turn, 9] if turn else prompt, session_params=SessionParams(id=name), temperature=0,
+                          max_new_tokens=25, ignore_eos=True)
+            for name, prompt in zip(names, PROMPTS, strict=True)
+        ])  # fmt: skip
+        answers += [list(request.output_ids_through_stop) for request in requests]
+    for name in names:
+        engine.finish([], partial(_close, sessions, CloseSessionReqInput(session_id=name)))
+    return answers, free - engine.free_slots(), len(retracted)
 
 
 def continue_sessions(engine: Engine, streaming: bool) -> Turns:

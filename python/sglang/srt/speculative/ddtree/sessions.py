@@ -26,12 +26,11 @@ def repair_sessions() -> None:
         return concatenate(last, *turn)
 
     def keep_what_is_computed(sessions: StreamingSession, req: Req) -> bool:
-        """Keep a finished request's KV for the next turn. Upstream also counts the last token, which may have none yet."""
-        computed = req.kv.kv_committed_len
-        is_kept = keep(sessions, req)
+        """Keep the KV of a finished or retracted request. Upstream also counts the last token, which may have none yet."""
+        slot, computed = sessions.borrowed_slot(req), req.kv.kv_committed_len
+        is_kept = keep(sessions, req)  # takes the session from a request that it keeps for the second time
         if is_kept:
-            kv = sessions.slots[req.session.session_id].kv
-            kv.kv_committed_len = min(kv.kv_committed_len, computed)
+            slot.kv.kv_committed_len = min(slot.kv.kv_committed_len, computed)
         return is_kept
 
     Session._concat_token_arrays = staticmethod(without_the_rest)
