@@ -142,10 +142,11 @@ def test_launch_shapes_come_from_the_traits():
     assert kernel_report.shape_of(GQA.replace("16bit, 128, 16", "fp8, 128, 128"), shapes)[0] == 256
     assert kernel_report.shape_of("combine_kernel<__half, 64>", shapes) is None
     assert kernel_report.shape_of(MLA_SM90, shapes)[0] == 384
-    assert (
-        kernel_report.shape_of("gqa_sm90_partial_kernel<GqaSm90Traits<__half, 128, 2, true>>", shapes)[0]
-        == 384
-    )
+    for kernel, options in (("partial", "true, false"), ("tasks", "false, true"), ("tasks", "true, true")):
+        name = f"gqa_sm90_{kernel}_kernel<GqaSm90Traits<__half, 128, 2, {options}>>"
+        assert kernel_report.MATRIX.search(name) and kernel_report.shape_of(name, shapes)[0] == 384
+    words = ("gqa_sm90", "gqa_paged_sm90", "gqa_tasks_sm90", "gqa_paged_tasks_sm90")
+    assert {kind for kind, *_ in shapes if kind.startswith("gqa_") and "fp8" not in kind} == set(words)
     assert kernel_report.shape_of(RECURRENT, shapes)[0] == 128
     assert kernel_report.shape_of(RECURRENT.replace("3", "4"), shapes)[0] == 64  # to fit into sm_120's memory
     assert kernel_report.shape_of(INDEX, shapes) == (256, 4 * 64 * (256 + 4))  # 4 rows of 64 heads

@@ -41,7 +41,9 @@ MAX_SHARED, MAX_SHARED_SM90A = (
 # none. Entries may only shrink.
 KNOWN_LOCAL_MEMORY: dict[tuple[str, str], int] = {}
 KV_MATH = ("16bit", "fp8", "converted")  # enum KvMath in csrc/tree_verify/traits.h
-MATRIX = re.compile(r"((gqa|mla)_(fp8_)?(sm90_)?partial|recurrent_verify|index_logits(_sm90)?)_kernel")
+MATRIX = re.compile(
+    r"((gqa|mla)_(fp8_)?(sm90_)?(partial|tasks)|recurrent_verify|index_logits(_sm90)?)_kernel"
+)
 HOT = re.compile(
     MATRIX.pattern + r"|(combine|recurrent_commit|conv_verify|conv_commit|store_index_keys)_kernel"
 )
@@ -128,9 +130,9 @@ def launch_shapes() -> dict[tuple, tuple[int, int]]:
 
     Returns (kernel, type, flag, head size, tile height or warpgroups) -> (threads, dynamic shared bytes). The flag of
     a common kernel is its KvMath, that of an fp8 kernel of sm_90 is whether it splits Q and P. A kernel of sm_90 with
-    "paged" in its name loads by page. For recurrent verify the key is ("recurrent" or "recurrent_wide", type of the
-    state, decay per channel, d_k, tiles of nodes), for the index logits ("index" or "index_sm90", type, 0, head size,
-    keys per tile).
+    "paged" in its name loads by page, and a 16-bit one with "tasks" is for several tasks per block. For recurrent
+    verify the key is ("recurrent" or "recurrent_wide", type of the state, decay per channel, d_k, tiles of nodes), for
+    the index logits ("index" or "index_sm90", type, 0, head size, keys per tile).
     """
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/launch_shapes"
@@ -150,13 +152,14 @@ def shape_key(name: str) -> tuple | None:
     """Return the key of a kernel in launch_shapes(), or None if it is not there."""
     flag = {"true": 1, "false": 0} | {math: i for i, math in enumerate(KV_MATH)}
     if match := re.search(
-        r"(Gqa|Mla)(Fp8)?(Sm90)?Traits<(\w+)(?:, ([a-z]\w+|16bit))?(?:, (\d+), (\d+))?(?:, (true|false))?>",
+        r"(Gqa|Mla)(Fp8)?(Sm90)?Traits<(\w+)(?:, ([a-z]\w+|16bit))?(?:, (\d+), (\d+))?"
+        r"(?:, (true|false))?(?:, (true|false))?>",
         name,
     ):
-        kernel, fp8, own, element, option, size, tile, paged = match.groups()
+        kernel, fp8, own, element, option, size, tile, paged, tasks = match.groups()
         if own and not fp8:  # no option, but MlaSm90Traits<T, paged> reads like one
             option, paged = None, paged or option
-        words = (kernel, fp8, "paged" if paged == "true" else None, own)
+        words = (kernel, fp8, "paged" if paged == "true" else None, "tasks" if tasks == "true" else None, own)
         kind = "_".join(word.lower() for word in words if word)
         return kind, element, flag[option or "false"], int(size or 0), int(tile or 0)
     if match := re.search(r"VerifyTraits<(\w+), (\d+), (\d+), (true|false), (true|false)>", name):

@@ -34,7 +34,11 @@ void print_gqa_fp8_sm90(const char* type) {
 template <typename T, int kD, int kWarpgroups>
 void print_gqa_sm90(const char* type) {
   print_own<GqaSm90Traits<T, kD, kWarpgroups, false>>("gqa_sm90", type, false, kD, kWarpgroups);
-  if constexpr (kWarpgroups == 2) print_own<GqaSm90Traits<T, kD, 2, true>>("gqa_paged_sm90", type, false, kD, 2);
+  if constexpr (kWarpgroups == 2) {
+    print_own<GqaSm90Traits<T, kD, 2, true>>("gqa_paged_sm90", type, false, kD, 2);
+    print_own<GqaSm90Traits<T, kD, 2, false, true>>("gqa_tasks_sm90", type, false, kD, 2);
+    print_own<GqaSm90Traits<T, kD, 2, true, true>>("gqa_paged_tasks_sm90", type, false, kD, 2);
+  }
   print_gqa_fp8_sm90<T, false, kD, kWarpgroups>(type);
   print_gqa_fp8_sm90<T, true, kD, kWarpgroups>(type);
 }
