@@ -50,11 +50,14 @@ from benchmark.ddtree.stages import WAIT, Stages, read_trace, watch
 FOLDER = Path(__file__).parent
 AGAIN = " again"
 SKIPPED_STEPS = 8  # they compile what is compiled at the first use
-LATER_SKIPPED_STEPS = 3  # of the rounds after the first
+LATER_SKIPPED_STEPS = 3  # of several rounds, before which everything ran once
+FIRST_TOKENS = 4  # of an answer that only compiles what is compiled at the first use
 PROFILED_STEPS = 24
 START_SECONDS = 300
 SAVE_SECONDS = 5
-SLOW = 0.7  # a width that emits less than this part of the best one's tokens per second is far from the best
+# A width whose median is below this part of the best one's tokens per second has no more turns: at first, and later on.
+SLOW, LATER_SLOW, LATER = 0.8, 0.9, 3
+PAUSE = 3.0  # a step that takes longer than this many medians counts as so many: the host paused
 
 
 class Batch(NamedTuple):
@@ -107,8 +110,8 @@ def time_stages(
         skipped: first steps of each batch that are left out.
 
     Returns:
-        Per step: its time, the host's own time and wait, all in microseconds; time and calls by stage. And the time per
-        output token of each request, in milliseconds.
+        Per step: its time, the host's own time and wait, all in microseconds; time and calls by stage. `steady_us` is the
+        time of a step without the host's pauses. And the time per output token of each request, in milliseconds.
 
     Raises:
         ValueError: the answers are too short.
@@ -128,9 +131,11 @@ def time_stages(
     host_us = {stage: 1e6 * seconds / steps for stage, seconds in stages.self_seconds.items()}
     waited_us = host_us.pop(WAIT, 0.0)
     step_us = 1e6 * stages.seconds / steps
+    longest = PAUSE * statistics.median(stages.step_seconds)
     return dict(
         steps=steps,
         step_us=step_us,
+        steady_us=1e6 * statistics.fmean(min(seconds, longest) for seconds in stages.step_seconds),
         host_busy_us=step_us - waited_us,
         waited_us=waited_us,
         tokens_per_step=stages.tokens.total() / steps / size,
@@ -219,12 +224,15 @@ class Widths:
         """Whether the engine chooses widths."""
         return self._control is not None
 
-    def turns(self, ordered: list[str], seed: str) -> list[tuple[int | None, str]]:
+    def turns(
+        self, ordered: list[str], speeds: dict[int, list[float]], seed: str
+    ) -> list[tuple[int | None, str]]:
         """Return the turns of a row in random order: the budget's choices, and each of the ordered widths.
 
         Args:
-            ordered: widths, or "all" for every one that the engine has. A width that is named again gets a second turn,
-                which shows by how much equal turns differ.
+            ordered: widths, "all" for every one that the engine has, "best" for the fastest one of the first round. A
+                width that is named again gets a second turn, which shows by how much equal turns differ.
+            speeds: tokens per second of earlier turns by ordered width. Those that are far from the best get no turn.
             seed: of the order.
 
         Returns:
@@ -232,13 +240,19 @@ class Widths:
         """
         if not self.are_chosen:
             return [(None, "")]
-        named = [
-            width for name in ordered for width in (self._budget.widths if name == "all" else [int(name)])
-        ]
+        medians = {width: statistics.median(of_width) for width, of_width in speeds.items()}
+        best = max(medians.values(), default=0.0)
+        named: list[int] = []
+        for name in ordered:
+            if name == "best":
+                named += [max(speeds, key=lambda width: speeds[width][0])] if speeds else []
+            else:
+                named += self._budget.widths if name == "all" else [int(name)]
         counts: Counter[int] = Counter()
         turns: list[tuple[int | None, str]] = [(None, "")]
         for width in named:
-            if width in self._budget.widths:
+            least = LATER_SLOW if len(speeds.get(width, ())) >= LATER else SLOW
+            if width in self._budget.widths and medians.get(width, math.inf) >= least * best:
                 turns.append((width, f", graphs of auto:{width}" + AGAIN * counts[width]))
                 counts[width] += 1
         random.Random(seed).shuffle(turns)
@@ -401,10 +415,14 @@ class Measurement:
         if options.acceptance:
             from benchmark.serving.acceptance import StandIn
 
-            stand_in = StandIn(engine, dict(zip(options.temperatures, options.acceptance, strict=True)))
+            traces = dict(zip(options.temperatures, options.acceptance, strict=True))
+            stand_in = StandIn(engine, traces, teaches=options.shape is not None)
         watch(engine.scheduler, stages)
         cpus, frozen = Cpus(options.cpus), 0
-        speeds: dict[str, dict[int, float]] = {}  # by row and ordered width, in the first round
+        speeds: dict[str, dict[int, list[float]]] = {}  # by row and ordered width
+        for of_row in batches[0].values():
+            # All engines at once, because what is compiled at the first use takes long.
+            self._warm_up(engine, stand_in, of_row)
         for i, name, of_row in [(i, *row) for i, of_round in enumerate(batches) for row in of_round.items()]:
             try:
                 ready.wait(START_SECONDS)
@@ -416,40 +434,43 @@ class Measurement:
                 gc.collect()
                 gc.freeze()
                 frozen = len(batches)
+            if i == 0 and options.rounds > 1 and not widths.are_chosen:
+                continue
             with turn:
-                if i == 0:
-                    self._warm_up(engine, widths, stand_in, of_row, options)
+                if widths.are_chosen and i == 0:
+                    widths.measure_alone(engine)
+                    self._begin(stand_in, of_row[0])
+                    decode(engine, of_row[0], max(options.settle, 2 * SKIPPED_STEPS))
                 elif widths.are_chosen:  # the batch size has changed, and the budget has to settle
-                    self._measure(engine, stages, widths, stand_in, of_row[:1], i, options)
+                    self._measure(engine, stages, widths, stand_in, of_row[:1], options)
                 of_name = speeds.setdefault(name, {})
-                for width, order in widths.turns(options.also, f"{name} {i}"):
-                    if i > 0 and of_name.get(width, math.inf) < SLOW * max(of_name.values(), default=0.0):
-                        continue
+                for width, order in widths.turns(options.also, of_name, f"{name} {i}"):
                     widths.fix(width)
                     named = case.split(":")[0] + order if order else case
-                    row = dict(case=named, batch=name, round=i)
+                    began = time.monotonic()
+                    row = dict(case=named, batch=name, round=i, at=round(began - options.began, 2))
                     try:
                         row |= cpus.measure(
-                            partial(self._measure, engine, stages, widths, stand_in, of_row, i, options)
+                            partial(self._measure, engine, stages, widths, stand_in, of_row, options)
                         )
                     except ValueError as error:  # one row less is no reason to lose the others
                         print(f"{named}, {name}, round {i}: {error}", file=sys.stderr, flush=True)
                         continue
-                    if i == 0 and width is not None:
-                        of_name[width] = tokens_per_second(row)
+                    row["turn_seconds"] = round(time.monotonic() - began, 3)
+                    if width is not None:
+                        of_name.setdefault(width, []).append(tokens_per_second(row))
                     rows.put(row)
                 widths.fix(None)
 
-    def _warm_up(
-        self, engine: Engine, widths: Widths, stand_in: Any, batches: list[Batch], options: argparse.Namespace
-    ) -> None:
-        """Fills the radix cache with the prompts of a row. A budget learns from the first batch."""
-        widths.measure_alone(engine)
+    def _warm_up(self, engine: Engine, stand_in: Any, batches: list[Batch]) -> None:
+        """Fills the radix cache with the prompts of a row."""
+        for batch in batches:
+            self._begin(stand_in, batch)
+            decode(engine, batch, FIRST_TOKENS)
+
+    def _begin(self, stand_in: Any, batch: Batch) -> None:
         if stand_in is not None:
-            stand_in.begin(batches[0].temperature)
-        settle = options.settle if widths.are_chosen else 0
-        for batch, tokens in zip(batches, [settle] + [0] * len(batches)):
-            decode(engine, batch, max(tokens, 2 * SKIPPED_STEPS))
+            stand_in.begin(batch.temperature)
 
     def _measure(
         self,
@@ -458,16 +479,14 @@ class Measurement:
         widths: Widths,
         stand_in: Any,
         batches: list[Batch],
-        turn: int,
         options: argparse.Namespace,
     ) -> dict[str, Any]:
         """Return the fields of a row. Raises ValueError if the answers are too short."""
         widths.take()
-        if stand_in is not None:
-            stand_in.begin(batches[0].temperature)
-        skipped = LATER_SKIPPED_STEPS if turn else SKIPPED_STEPS
+        self._begin(stand_in, batches[0])
+        skipped = LATER_SKIPPED_STEPS if options.rounds > 1 else SKIPPED_STEPS
         row = time_stages(engine, stages, batches, options.tokens, options.steps, skipped) | widths.take()
-        if stand_in is not None:
+        if stand_in is not None and stand_in.is_active:
             row |= dict(tokens_per_step=stand_in.tokens_per_step(row.get("widths")), tpot_ms=[])
         if not options.no_profile:
             row["profile"] = profile(engine, stages, batches[0])
@@ -537,9 +556,9 @@ def show(case: str, row: dict[str, Any], kernels: int) -> None:
 
 
 def tokens_per_second(row: dict[str, Any]) -> float:
-    """Return the tokens that a row's batch emits per second of decoding."""
+    """Return the tokens that a row's batch emits per second of decoding, without the host's pauses if they are known."""
     requests = int(row["batch"].split()[1].rstrip(","))
-    return 1e6 * requests * row["tokens_per_step"] / row["step_us"]
+    return 1e6 * requests * row["tokens_per_step"] / row.get("steady_us", row["step_us"])
 
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -547,7 +566,7 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Ratios compare tokens per second round by round. `ratio_to_best` is to the fastest case without auto: that of the even
     rounds in the odd ones, and the other way round. The fastest one of the same rounds would be the luckiest one as well.
-    `all_to_best` compares the sums of these rounds. `ratio_to_CASE` is to plain decoding, to DFLASH, and to an equal turn.
+    `all_to_best` compares the sums of these rounds, pauses of the host included. `ratio_to_CASE` is to plain decoding, to DFLASH, and to an equal turn.
     `tpot_ms` has the median and the 99th percentile of all requests.
     """
     first = min(1, max(row["round"] for row in rows))
@@ -589,6 +608,8 @@ def _ratios(case: str, by_case: dict[str, dict[int, dict[str, Any]]]) -> dict[st
         if name.split(":")[0] in ("none", "DFLASH") or name == case.removesuffix(AGAIN)
     }
     fixed = {name: of_case for name, of_case in speeds.items() if "=auto" not in name and AGAIN not in name}
+    whole = {name: of_case for name, of_case in fixed.items() if 2 * len(of_case) >= len(own)}
+    fixed = whole or fixed  # a width that soon has no more turns is not the best one
     found: dict[str, Any] = {}
     if fixed:
         best = {parity: _fastest(fixed, 1 - parity) for parity in (0, 1)}
@@ -732,11 +753,13 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--also", nargs="+", default=[],
-        help="widths, or all, that an engine with speculative_ddtree_budget=auto also runs by order",
+        help="widths, all, or best (the fastest one of the first round) that an engine with "
+        "speculative_ddtree_budget=auto also runs by order",
     )  # fmt: skip
     parser.add_argument(
-        "--acceptance", type=Path, nargs="+", help="for --shape: a trace of record_trace.py per temperature"
-    )
+        "--acceptance", type=Path, nargs="+",
+        help="a trace of record_trace.py per temperature; own: what the model itself accepts",
+    )  # fmt: skip
     parser.add_argument(
         "--cases", nargs="+", default=["none", "DFLASH", "DDTREE:12", "DDTREE:32"],
         help="ALGORITHM[:N][:FIELD=VALUE]...; default: %(default)s",
@@ -864,7 +887,8 @@ class Group(NamedTuple):
 
 def main() -> None:
     options = parse()
-    deadline = time.monotonic() + options.seconds
+    options.began = time.monotonic()
+    deadline = options.began + options.seconds
     folder = tempfile.TemporaryDirectory()
     drafted = model_arguments(options, Path(folder.name))
     batches = [batches_of(options, i) for i in range(options.rounds)]

@@ -37,6 +37,7 @@ class Stages:
         """Forget what was recorded. Record steps of `batch` requests, after the next `skip` of them."""
         self.batch = batch
         self.steps, self.seconds = 0, 0.0
+        self.step_seconds = []  # of each step that counts
         self.tokens = Counter()  # by request
         self.self_seconds, self.calls = defaultdict(float), Counter()
         self._pending, self._pending_calls = defaultdict(float), Counter()
@@ -60,6 +61,7 @@ class Stages:
             else:
                 self.steps += 1
                 self.seconds += now - self._step_began
+                self.step_seconds.append(now - self._step_began)
                 self.tokens.update({name: n - self._tokens_before[name] for name, n in emitted.items()})
                 for name, seconds in self._pending.items():
                     self.self_seconds[name] += seconds

@@ -17,6 +17,8 @@ from sglang.srt.speculative.ddtree.calibration import Calibration
 from sglang.srt.speculative.ddtree.trace import read_trace
 from sglang.srt.speculative.ddtree.width_control import READ_TOTALS_EVERY
 
+OWN = Path("own")
+
 
 class Acceptance:
     """Recorded steps, which requests take in turn.
@@ -76,10 +78,17 @@ class Acceptance:
         """Forget what calibration has learned, and where the requests are."""
         self._random = random.Random(seed)
         self._calibration = Calibration(self._max_depth, self._num_candidates)
+        self._is_frozen = False
         self._totals = np.zeros((2, self._max_depth * self._num_candidates))
         self._steps = 0
         self._calibrate(np.ones(self._totals.shape[1]))
         self._slots: list[tuple[list[int], int]] = []
+
+    def freeze(self, bs: int = 32, steps: int = 256) -> None:
+        """Let calibration learn from steps of the greatest width, and no more from then on: it takes milliseconds."""
+        for _ in range(steps):
+            self.step(bs, self.widths[-1])
+        self._is_frozen = True
 
     def _calibrate(self, factors: np.ndarray) -> None:
         """Compute the expected tokens of all recorded trees, by width."""
@@ -145,36 +154,48 @@ class Acceptance:
             self._slots[slot] = stream, at + passed
         if width == 1:
             return None, 1.0
+        expected = self._expected[chosen].mean(axis=0)
+        if not self._is_frozen:
+            self._learn(chosen, width)
+        return tuple(expected.tolist()), float(self.emitted[chosen, self.widths.index(width)].mean())
+
+    def _learn(self, chosen: list[int], width: int) -> None:
+        """Count the accepted and the expected nodes of these steps, and calibrate every few steps."""
         tested = self._tested[chosen, :width]
         cells = self._cells[chosen, :width][tested]
         np.add.at(self._totals[0], cells, np.minimum(self._probabilities[chosen, :width][tested], 1.0))
         np.add.at(self._totals[1], cells, self._accepted[chosen, :width][tested])
-        expected = self._expected[chosen].mean(axis=0)
         if self._steps % READ_TOTALS_EVERY == 0:
             self._calibrate(np.asarray(self._calibration.read(self._totals.flatten().tolist())))
-        return tuple(expected.tolist()), float(self.emitted[chosen, self.widths.index(width)].mean())
 
 
 class StandIn:
     """Takes the tokens per step of an engine from traces.
 
     Args:
-        engine: support.engine.Engine. If it chooses widths, it gets the recorded acceptance in place of the model's own.
-            The steps' times stay its own.
-        traces: temperature -> trace of record_trace.py.
+        engine: support.engine.Engine.
+        traces: temperature -> trace of record_trace.py. OWN in its place: the model's own acceptance.
+        teaches: whether an engine that chooses widths learns from the recorded acceptance. If not, it learns from the
+            model's own. The steps' times stay its own in any case.
     """
 
-    def __init__(self, engine: Any, traces: dict[float, Path]) -> None:
+    def __init__(self, engine: Any, traces: dict[float, Path], *, teaches: bool) -> None:
         self._algorithm = engine.args.speculative_algorithm
         self._width = engine.args.speculative_num_draft_tokens
         control = getattr(engine.scheduler.draft_worker, "control", None)
         widths = control.budget.widths if control is not None else (1, self._width or 1)
-        self._traces = {temperature: Acceptance(trace, widths) for temperature, trace in traces.items()}
+        self._traces = {
+            temperature: Acceptance(trace, widths) for temperature, trace in traces.items() if trace != OWN
+        }
         self.begin(min(traces))
-        if control is not None:
+        if control is not None and teaches:
+            for acceptance in self._traces.values():
+                acceptance.freeze()
             read = control._read
 
             def read_recorded(pending: Any) -> Any:
+                if self._trace is None:
+                    return read(pending)
                 expected, emitted = self._trace.step(pending.load.bs, pending.width)
                 return read(pending)._replace(
                     expected=expected, emitted=None if expected is None else emitted
@@ -184,7 +205,12 @@ class StandIn:
 
     def begin(self, temperature: float) -> None:
         """Take acceptance from the trace of this temperature."""
-        self._trace = self._traces[temperature]
+        self._trace = self._traces.get(temperature)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether acceptance comes from a trace at present."""
+        return self._trace is not None
 
     def tokens_per_step(self, steps: dict[int, int] | None) -> float:
         """Return the tokens per step and request.

@@ -21,6 +21,7 @@ class TestBudgetCuda(unittest.TestCase):
             speculative_algorithm="DDTREE",
             speculative_draft_model_path=drafter,
             speculative_ddtree_budget="auto",
+            cuda_graph_bs_decode=[1, 4, 8],  # eight widths of every batch size take long to capture
         )
         mla = dict(model_path=write_mla_target(folder))
         selector = dict(speculative_draft_model_path=write_head(drafter, folder / "selector", "selector"))
