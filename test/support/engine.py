@@ -232,11 +232,12 @@ class Engine:
         """
         scheduler = self.scheduler
 
-        def ingest_requests() -> None:
+        def ingest_requests(stop_at_pause: bool = False) -> bool:
             complete = each_turn()
             idle = scheduler.last_batch is None  # after an idle turn the loop has checked its memory
             ended = all(request.finished() or request.rid in self._aborted for request in requests)
             scheduler.gracefully_exit = complete and idle and ended
+            return True  # there may be new requests
 
         scheduler.ingest_requests = ingest_requests
         scheduler.gracefully_exit = False
