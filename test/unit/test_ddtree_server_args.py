@@ -233,6 +233,7 @@ class TestRefusals(ArgumentsCase):
             ("attn_dp_size", 2),
             ("enable_dp_attention", True),
             ("disaggregation_decode_retraction_backup", "host_pool"),
+            ("disaggregation_decode_enable_offload_kvcache", True),
             ("speculative_draft_sink_size", 4),
             ("enable_hierarchical_cache", True),
             ("hicache_storage_backend", "file"),

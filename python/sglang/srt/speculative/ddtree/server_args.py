@@ -108,6 +108,7 @@ REFUSALS = (
     Refusal("speculative_token_map", (None,), "the drafter proposes from the whole vocabulary"),
     Refusal("speculative_adaptive", (False,), "--speculative-ddtree-budget auto adapts DDTREE's trees"),
     Refusal("speculative_draft_sink_size", (None, 0), "the drafter sees only the end of the prefix"),
+    Refusal("disaggregation_decode_enable_offload_kvcache", (False,), "it offloads the target's KV, but not the drafter's"),
     Refusal("enable_linear_replayssm", (False,), "recurrent states are committed by path, not by decoding step"),
     Refusal("enable_linear_replayssm_spec", (False,), "it replays one chain of tokens, not the path of a tree"),
     Refusal("enable_deterministic_inference", (False,), "tree verify is not batch-invariant"),
