@@ -361,6 +361,11 @@ class TestVerifyMemory(ArgumentsCase):
             own, upstream = self.fraction()
         self.assertEqual(own, upstream)
 
+    def test_a_server_that_only_prefills_reserves_nothing(self):
+        self.set_vocabulary(152_000)
+        own, upstream = self.fraction(disaggregation_mode="prefill")
+        self.assertEqual(own, upstream)
+
     def test_a_verify_that_leaves_no_room_is_refused(self):
         self.set_vocabulary(152_000)
         with self.assertRaisesRegex(ValueError, "^DDTREE: --max-running-requests x .* got 512 x 256"):

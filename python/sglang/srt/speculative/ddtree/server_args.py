@@ -466,7 +466,7 @@ def _without_excess(widths: Widths) -> Widths:
 def reserve_verify_memory(args: ServerArgs) -> None:
     """Lower the default of --mem-fraction-static by what a verify needs beyond upstream's reserve.
 
-    A fraction that the user named stays. It also stays if the KV pool is sized after
+    A fraction that the user named stays. It also stays if the server only prefills, and if the KV pool is sized after
     graph capture, because the measurement then includes all of this.
 
     Args:
@@ -478,6 +478,8 @@ def reserve_verify_memory(args: ServerArgs) -> None:
     from sglang.srt.utils.common import get_device_memory_capacity
 
     if _device(args) != "cuda" or args._raw_input["mem_fraction_static"] is not None:
+        return
+    if args.disaggregation_mode == "prefill":
         return
     capacity = get_device_memory_capacity(args.device)  # MB
     if capacity is None or post_capture_kv_sizing_planned(args):
