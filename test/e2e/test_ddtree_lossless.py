@@ -300,9 +300,10 @@ class TestLogitProcessors(DDTreeCase):
         self.check(overlap=True, chunked_prefill_size=16, enable_mixed_chunk=True)
 
     def test_one_that_fails_ends_its_request_only(self):
-        reason, others = run_engine(self.tree, fail_beside_others)
-        self.assertEqual(reason["type"], "abort")
-        self.assertIn("cannot write to its request", reason["message"])
+        reasons, others = run_engine(self.tree, fail_beside_others)
+        for reason, text in zip(reasons, ("it cannot work", "cannot write to its request"), strict=True):
+            self.assertEqual((reason["type"], reason["status_code"]), ("abort", 400))
+            self.assertIn(text, reason["message"])
         self.assertEqual(others, self.without)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from sglang.srt.sampling.custom_logit_processor import (
     CustomLogitProcessor,
     DeepseekOCRNoRepeatNGramLogitProcessor,
+    DisallowedTokensLogitsProcessor,
     ThinkingBudgetLogitProcessor,
 )
 
@@ -43,11 +44,12 @@ class Alternate(CustomLogitProcessor):
 
 
 class CountsInItsRequest(CustomLogitProcessor):
-    """Writes to the request, which it must not do after the first token."""
+    """Writes to the request from its third token on."""
 
     def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
         for params in custom_param_list:
-            params["__req__"].calls = 1
+            if len(params["__req__"].output_ids) > 2:
+                params["__req__"].calls = 1
         return logits
 
 
@@ -78,14 +80,40 @@ def answer_with_processors(engine: Engine) -> tuple[list[list[int]], int]:
     return [list(request.output_ids)[:TOKENS] for request in requests], accepted
 
 
-def fail_beside_others(engine: Engine) -> tuple[dict[str, Any], list[list[int]]]:
-    """Run a request whose processor fails in its first step; return its finish reason, and the answers to PROMPTS."""
-    failing = engine.submit(
-        PROMPTS[3], temperature=0, max_new_tokens=TOKENS, custom_params={},
-        custom_logit_processor=CountsInItsRequest.to_str(),
-    )  # fmt: skip
+class Fails(CustomLogitProcessor):
+    """Fails at once."""
+
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        raise RuntimeError("it cannot work")
+
+
+def fail_beside_others(engine: Engine) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Run a request whose processor fails in the prefill, and one whose processor fails later, in one batch with others.
+
+    Two of the others forbid different tokens by SGLang's own processor, which refuses that within one call.
+
+    Returns:
+        The finish reasons of both, and the answers to PROMPTS.
+    """
+    failing = [
+        engine.submit(
+            PROMPTS[3],
+            temperature=0,
+            max_new_tokens=TOKENS,
+            custom_params={},
+            custom_logit_processor=processor.to_str(),
+        )
+        for processor in (Fails, CountsInItsRequest)
+    ]
+    for token in (5, 6):
+        engine.submit(
+            PROMPTS[1], temperature=0, max_new_tokens=2, custom_params={"token_ids": [token]},
+            custom_logit_processor=DisallowedTokensLogitsProcessor.to_str(),
+        )  # fmt: skip
     others = [
         engine.submit(prompt, temperature=0, max_new_tokens=TOKENS, ignore_eos=True) for prompt in PROMPTS
     ]
-    engine.finish([failing, *others])
-    return failing.finished_reason.to_json(), [list(request.output_ids)[:TOKENS] for request in others]
+    engine.finish([*failing, *others])
+    return [request.finished_reason.to_json() for request in failing], [
+        list(request.output_ids)[:TOKENS] for request in others
+    ]

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import torch
 from sgl_kernel.ddtree import DraftTrees, build_trees
+from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor
+from sglang.srt.sampling.sampling_batch_info import ProcessorEntry
 from sglang.srt.speculative.ddtree.logit_processors import LogitProcessors, process
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -37,6 +39,13 @@ class Broken(CustomLogitProcessor):
         return self.call(logits, params)
 
 
+class Info(SimpleNamespace):
+    """What DDTREE and upstream's sampler read of a SamplingBatchInfo."""
+
+    def __len__(self):
+        return len(self.custom_params)
+
+
 def request(rid, output, **params):
     req = SimpleNamespace(
         rid=rid, origin_input_ids=array("q", [2] * 5), output_ids=array("q", output), to_finish=None
@@ -49,16 +58,16 @@ def batch_of(reqs, processors, late=(), mode="decode"):
     """A batch whose request i has processors[i], or none. The host's output lacks `late` tokens of each request."""
     late = late or [0] * len(reqs)
     entries = [
-        SimpleNamespace(processor=processor, rows=[i for i, p in enumerate(processors) if p is processor])
+        ProcessorEntry(processor, rows, torch.tensor(rows))
         for processor in dict.fromkeys(p for p in processors if p is not None)
+        for rows in [[i for i, p in enumerate(processors) if p is processor]]
     ]
     lens = [len(r.origin_input_ids) + len(r.output_ids) + n for r, n in zip(reqs, late)]
     return SimpleNamespace(
         reqs=reqs,
         device="cpu",
-        decoding_reqs=None,
         seq_lens=torch.tensor(lens) - int(mode == "decode"),  # the root's KV is not written
-        sampling_info=SimpleNamespace(
+        sampling_info=Info(
             has_custom_logit_processor=bool(entries),
             custom_logit_processor=dict(enumerate(entries)),
             custom_params=[r.params if p is not None else None for r, p in zip(reqs, processors)],
@@ -128,15 +137,30 @@ class TestNodes(CustomTestCase):
         self.processors.remember(step, torch.tensor([[7, 8, 9], [3, 0, 0]]), torch.tensor([3, 1]))
         self.check_late(batch_of([b, a], [Remember()] * 2), [[3], [7, 8, 9]])
 
-    def test_the_running_requests_of_a_mixed_prefill(self):
-        a, b, remember = request("a", [4]), request("b", []), Remember()
-        self.processors.remember(batch_of([a], [remember]), torch.tensor([[7, 8, 0]]), torch.tensor([2]))
-        batch = batch_of([b, a], [remember] * 2, [0, 2], mode="mixed")
-        batch.decoding_reqs = [a]
+    def test_a_mixed_prefill_in_upstreams_sampler(self):
+        """Running requests have their last tokens, different parameters do not meet, and one that fails ends alone."""
+        remember, disallowed = Remember(), DisallowedTokensLogitsProcessor()
+        broken = Broken(lambda logits, params: 1 / 0)
+        reqs = [
+            request("a", [4]),
+            request("b", []),
+            request("c", [], token_ids=[1]),
+            request("d", [], token_ids=[2]),
+        ]
+        reqs.append(request("e", []))
+        self.processors.remember(batch_of(reqs[:1], [remember]), torch.tensor([[7, 8, 0]]), torch.tensor([2]))
+        processors = [remember, remember, disallowed, disallowed, broken]
+        batch = batch_of(reqs, processors, [2, 0, 0, 0, 0], mode="mixed")
         self.processors.prefill(batch)
-        remember(None, batch.sampling_info.custom_params)
-        self.assertEqual([output for _, output, _ in remember.seen], [[], [4, 7, 8]])
-        self.assertIs(batch.sampling_info.custom_params[0]["__req__"], b)
+        before = torch.randn(5, VOCABULARY, generator=self.generator)
+        after = before.clone()
+        apply_custom_logit_processor(after, batch.sampling_info)
+        self.assertEqual([output for _, output, _ in remember.seen], [[4, 7, 8], []])
+        expected = before.clone()
+        expected[2, 1] = expected[3, 2] = -float("inf")
+        torch.testing.assert_close(after, expected)
+        self.assertIn("ZeroDivisionError", reqs[4].to_finish.message)
+        self.assertEqual([req.to_finish for req in reqs[:4]], [None] * 4)
 
     def test_nothing_is_copied_without_processors(self):
         batch = batch_of([request("a", [4])], [None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from array import array
 from collections.abc import Callable
@@ -166,8 +167,37 @@ class NodeStates:
         return outputs
 
 
+class GuardedProcessor:
+    """A custom logit processor for the nodes of one request. If it fails, the request ends with an error.
+
+    Args:
+        processor: the processor.
+        req: the request.
+    """
+
+    def __init__(self, processor: CustomLogitProcessor, req: Req) -> None:
+        self._processor = processor
+        self._req = req
+
+    def __call__(self, logits: torch.Tensor, params: list[NodeParams | None]) -> torch.Tensor:
+        """Change logits [nodes, vocabulary] in place, and return them."""
+        try:
+            result = self._processor(logits, params)
+            if result.shape != logits.shape:
+                raise ValueError(f"expected logits of shape {tuple(logits.shape)}, got {tuple(result.shape)}")
+        except Exception as error:
+            name = type(self._processor).__name__
+            message = f"custom logit processor {name}: {type(error).__name__}: {error}"
+            logger.error("DDTREE: %s", message)
+            self._req.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+            return logits
+        if result is not logits:
+            logits.copy_(result)
+        return logits
+
+
 class LogitProcessors:
-    """Runs the requests' custom logit processors in the steps of one worker.
+    """Runs the requests' custom logit processors in the forwards of one worker.
 
     Upstream's speculative decoding calls a processor once for all positions of a batch, with one state of each request.
     Here each request has calls of its own, and every node has the state of its path. The state is on the host, so a
@@ -178,20 +208,26 @@ class LogitProcessors:
         self._last: Emitted | None = None
 
     def prefill(self, batch: ScheduleBatch) -> None:
-        """Before a prefill, give the sampler the state of the running requests of a mixed batch.
+        """Before a prefill, let upstream's sampler call the processors as process() does.
 
         Args:
-            batch: its sampling_info is the copy that upstream makes for each forward.
+            batch: a prefill batch, or a mixed one. Its sampling_info is the copy that upstream makes for each forward.
         """
-        info = batch.sampling_info
-        if not batch.decoding_reqs or not _has_processors(batch):
+        if not _has_processors(batch):
             return
-        running = {id(req) for req in batch.decoding_reqs}
+        info = batch.sampling_info
         states = NodeStates(batch.reqs, batch.seq_lens - _prompt_lens(batch), None, self._last)
-        info.custom_params = [
-            states.params(row, 0, params) if id(req) in running else params
-            for row, (req, params) in enumerate(zip(batch.reqs, info.custom_params, strict=True))
-        ]
+        info.custom_params = [states.params(row, 0, params) for row, params in enumerate(info.custom_params)]
+        info.custom_logit_processor = {
+            row: dataclasses.replace(
+                entry,
+                processor=GuardedProcessor(entry.processor, batch.reqs[row]),
+                rows=[row],
+                indices=entry.indices[place : place + 1],
+            )
+            for entry in info.custom_logit_processor.values()
+            for place, row in enumerate(entry.rows)
+        }
 
     def states(self, batch: ScheduleBatch, drafted: Callable[[], DraftTrees]) -> NodeStates | None:
         """Begin to copy to the host what processors may read.
@@ -241,8 +277,6 @@ def _prompt_lens(batch: ScheduleBatch) -> torch.Tensor:
 def process(logits: torch.Tensor, batch: ScheduleBatch, states: NodeStates) -> None:
     """Run the custom logit processors on the target's logits, in place.
 
-    A processor that raises, or returns another shape, ends its request with an error.
-
     Args:
         logits: [bs * N, vocabulary], after penalties, bias and grammar, as in plain decoding.
         batch: the batch of the step.
@@ -255,23 +289,4 @@ def process(logits: torch.Tensor, batch: ScheduleBatch, states: NodeStates) -> N
             params = [
                 states.params(row, node, info.custom_params[row]) for node in range(of_requests.shape[1])
             ]
-            try:
-                _process(of_requests[row], entry.processor, params)
-            except Exception as error:
-                batch.reqs[row].to_finish = _abort(entry.processor, error)
-
-
-def _process(logits: torch.Tensor, processor: CustomLogitProcessor, params: list[NodeParams | None]) -> None:
-    """Run a processor on the logits of a request's nodes, in place: [N, vocabulary]."""
-    result = processor(logits, params)
-    if result.shape != logits.shape:
-        raise ValueError(f"expected logits of shape {tuple(logits.shape)}, got {tuple(result.shape)}")
-    if result is not logits:
-        logits.copy_(result)
-
-
-def _abort(processor: CustomLogitProcessor, error: Exception) -> FINISH_ABORT:
-    """Return the end of a request whose processor failed."""
-    message = f"custom logit processor {type(processor).__name__}: {type(error).__name__}: {error}"
-    logger.error("DDTREE: %s", message)
-    return FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+            GuardedProcessor(entry.processor, batch.reqs[row])(of_requests[row], params)
