@@ -23,18 +23,20 @@ class _Half:
 
     Args:
         mode: "prefill" or "decode".
+        started: a barrier of all processes. A decoding engine asks for the other one for a few seconds only.
         decoded: set when the decoding engine has done its job. Until then it needs the other one.
         job: called as job(engine, ...) on both engines, so that both get the same requests in the same order.
     """
 
-    def __init__(self, mode: str, decoded: Any, job: Job) -> None:
-        self.mode, self.decoded, self.job = mode, decoded, job
+    def __init__(self, mode: str, started: Any, decoded: Any, job: Job) -> None:
+        self.mode, self.started, self.decoded, self.job = mode, started, decoded, job
 
     def before(self) -> None:
         getattr(self.job, "before", lambda: None)()
         transfer.install()
 
     def __call__(self, engine: Engine, *args: Any) -> Any:
+        self.started.wait(SECONDS)
         result = self.job(engine, *args)
         if self.mode == "decode":
             self.decoded.set()
@@ -61,12 +63,13 @@ def run_pair(
     from sglang.srt.disaggregation.mooncake import MooncakeKVBootstrapServer
 
     port, spawn = unused_port(), arguments.get("device", "cpu") != "cpu"
-    decoded = multiprocessing.get_context("spawn" if spawn else "fork").Event()
+    context = multiprocessing.get_context("spawn" if spawn else "fork")
+    started, decoded = context.Barrier(2 * arguments.get("tp_size", 1)), context.Event()
     common = arguments | dict(
         disaggregation_transfer_backend="mooncake", disaggregation_bootstrap_port=port, host=transfer.HOST
     )
     halves = [
-        start_engine(common | own | {"disaggregation_mode": mode}, _Half(mode, decoded, job), *args)
+        start_engine(common | own | {"disaggregation_mode": mode}, _Half(mode, started, decoded, job), *args)
         for mode, own in (("prefill", {}), ("decode", decode or {}))
     ]
     server = MooncakeKVBootstrapServer(transfer.HOST, port)  # after the forks, because it starts a thread
