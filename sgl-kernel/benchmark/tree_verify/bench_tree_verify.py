@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -282,6 +282,91 @@ def smi(fields: str) -> str:
     return subprocess.check_output(command, text=True).strip().splitlines()[0]
 
 
+def time_ours(inputs: Inputs, fp8: bool, with_common: bool) -> dict:
+    """Our time and error, those of the exact mode, and the time of the common kernels."""
+    found = dict(us=time_us(inputs.ours(fp8)), exact_us=None, exact_error=None, common_us=None)
+    if with_common:
+        # sm_100 converts fp8 KV, which is the common kernels' exact mode here.
+        with Environment("SGLANG_DDTREE_SM90", "0"), Environment("SGLANG_DDTREE_FP8", "exact"):
+            found["common_us"] = time_us(inputs.ours(fp8))
+    if fp8:
+        with Environment("SGLANG_DDTREE_FP8", "exact"):
+            found.update(exact_us=time_us(inputs.ours(fp8)), exact_error=inputs.error(fp8))
+    inputs.ours(fp8)()
+    return found | dict(error=inputs.error(fp8))
+
+
+def time_upstream(inputs: Inputs) -> dict:
+    """The time of upstream's kernel with bf16 KV, and how far our result is from its."""
+    upstream, out = inputs.upstream()
+    us = time_us(upstream)
+    inputs.ours(fp8=False)()
+    upstream()
+    reference = out.float()
+    difference = float((inputs.out.float() - reference).norm() / reference.norm())
+    return dict(upstream_us=us, difference_from_upstream=difference)
+
+
+def bench(shape: Shape, options: argparse.Namespace, copy: float, mma: float) -> Iterator[dict]:
+    """The rows of a shape: bf16, then fp8. `copy` and `mma` are the card's limits, in GB/s and TFLOP/s."""
+    own_kernels = torch.cuda.get_device_capability()[0] == 9
+    inputs = Inputs(shape)
+    upstream: dict = dict(upstream_us=None, difference_from_upstream=None)
+    for fp8 in (False, True):
+        ours = time_ours(inputs, fp8, own_kernels and not options.no_common)
+        if fp8:
+            upstream["difference_from_upstream"] = None  # it is that of bf16 KV
+        elif not options.no_upstream and shape in BASELINE:
+            upstream = time_upstream(inputs)
+        peers = {peer.name: time_peer(shape, peer, fp8) for peer in peers_of(shape.kind, fp8, options.peers)}
+        gb_s = shape.kv_bytes(1 if fp8 else 2) / ours["us"] / 1e3
+        tflop_s = shape.flop / ours["us"] / 1e6
+        yield dict(
+            shape=asdict(shape),
+            name=str(shape),
+            kv="fp8_e4m3" if fp8 else "bf16",
+            kv_gb_s=gb_s,
+            of_copy=gb_s / copy,
+            tflop_s=tflop_s,
+            of_mma=tflop_s / mma,
+            **ours,
+            **upstream,
+            peers=peers,
+        )
+
+
+def print_header(results: dict) -> None:
+    print(
+        f"{results['gpu']}, copy {results['copy_gb_s']:.0f} GB/s, mma.sync {results['mma_sync_tflop_s']:.0f} TFLOP/s, "
+        f"{results['clocks_after_copy_and_mma']}"
+    )
+    print(
+        "| shape | KV | us | KV GB/s | of copy | TFLOP/s | of mma.sync | error | exact us, error | common us "
+        "| upstream us | faster | peers |"
+    )
+    print("|-|-|-|-|-|-|-|-|-|-|-|-|-|")
+
+
+def print_row(row: dict) -> None:
+    exact, common, upstream = row["exact_us"], row["common_us"], row["upstream_us"]
+    cells = [
+        row["name"],
+        row["kv"],
+        f"{row['us']:.1f}",
+        f"{row['kv_gb_s']:.0f}",
+        f"{row['of_copy']:.0%}",
+        f"{row['tflop_s']:.0f}",
+        f"{row['of_mma']:.0%}",
+        f"{row['error']:.1e}",
+        "-" if exact is None else f"{exact:.1f}, {row['exact_error']:.1e}",
+        "-" if common is None else f"{common:.1f}",
+        "-" if upstream is None else f"{upstream:.0f}",
+        "-" if upstream is None else f"{upstream / row['us']:.1f}x",
+        ", ".join(f"{name} {peer.get('us', float('nan')):.1f}" for name, peer in row["peers"].items()),
+    ]
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -310,74 +395,13 @@ def main() -> None:
         "mma_sync_tflop_s": mma,
         "rows": [],
     }
-    print(
-        f"{results['gpu']}, copy {copy:.0f} GB/s, mma.sync {mma:.0f} TFLOP/s, {results['clocks_after_copy_and_mma']}"
-    )
-    own_kernels = torch.cuda.get_device_capability()[0] == 9 and not options.no_common
-    print(
-        "| shape | KV | us | KV GB/s | of copy | TFLOP/s | of mma.sync | error | exact us, error | common us "
-        "| upstream us | faster | peers |"
-    )
-    print("|-|-|-|-|-|-|-|-|-|-|-|-|-|")
+    print_header(results)
     for shape in BASELINE + MEMORY_BOUND + WIDE:
         if options.only and options.only not in str(shape):
             continue
-        inputs = Inputs(shape)
-        upstream_us = error = None
-        for fp8 in (False, True):
-            f = inputs.ours(fp8)
-            us, common_us = time_us(f), None
-            if own_kernels:
-                # sm_100 converts fp8 KV, which is the common kernels' exact mode here.
-                with Environment("SGLANG_DDTREE_SM90", "0"), Environment("SGLANG_DDTREE_FP8", "exact"):
-                    common_us = time_us(inputs.ours(fp8))
-            exact_us = exact_error = None
-            if fp8:
-                with Environment("SGLANG_DDTREE_FP8", "exact"):
-                    exact_us = time_us(inputs.ours(fp8))
-                    exact_error = inputs.error(fp8)
-            f()
-            own_error = inputs.error(fp8)
-            if not fp8 and not options.no_upstream and shape in BASELINE:
-                g, out = inputs.upstream()
-                upstream_us = time_us(g)
-                f(), g()
-                reference = out.float()
-                error = float((inputs.out.float() - reference).norm() / reference.norm())
-            peers = {
-                peer.name: time_peer(shape, peer, fp8) for peer in peers_of(shape.kind, fp8, options.peers)
-            }
-            gb_s = shape.kv_bytes(1 if fp8 else 2) / us / 1e3
-            tflop_s = shape.flop / us / 1e6
-            row = dict(
-                shape=asdict(shape),
-                name=str(shape),
-                kv="fp8_e4m3" if fp8 else "bf16",
-                us=us,
-                kv_gb_s=gb_s,
-                of_copy=gb_s / copy,
-                tflop_s=tflop_s,
-                of_mma=tflop_s / mma,
-                error=own_error,
-                exact_us=exact_us,
-                exact_error=exact_error,
-                common_us=common_us,
-                upstream_us=upstream_us,
-                difference_from_upstream=None if fp8 else error,
-                peers=peers,
-            )
+        for row in bench(shape, options, copy, mma):
             results["rows"].append(row)
-            against = f"{own_error:.1e} | "
-            against += f"{exact_us:.1f}, {exact_error:.1e} | " if fp8 else "- | "
-            against += f"{common_us:.1f} | " if common_us else "- | "
-            against += f"{upstream_us:.0f} | {upstream_us / us:.1f}x | " if upstream_us else "- | - | "
-            against += ", ".join(f"{name} {p.get('us', float('nan')):.1f}" for name, p in peers.items())
-            print(
-                f"| {shape} | {row['kv']} | {us:.1f} | {gb_s:.0f} | {gb_s / copy:.0%} | {tflop_s:.0f} "
-                f"| {tflop_s / mma:.0%} | {against} |",
-                flush=True,
-            )
-        del inputs
+            print_row(row)
         torch.cuda.empty_cache()
         if options.output:  # after every shape, so that an interrupted run keeps its results
             options.output.write_text(json.dumps(results, indent=1) + "\n")
