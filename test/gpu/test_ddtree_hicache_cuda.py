@@ -1,22 +1,34 @@
-"""DDTREE with the hierarchical cache: KV of the target and of the drafter comes back from the host as it was."""
+"""DDTREE with the hierarchical cache: KV of target and drafter comes back from the host, or a file, as it was."""
 
 from __future__ import annotations
 
+import json
+import tempfile
 import unittest
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from sglang.test.ci.ci_register import register_cuda_ci
 from support.answers import assert_first_choices
 from support.cases import CudaCase
+from support.cuda import SECONDS
 from support.engine import Engine, Greedy
-from support.processes import run_engine
-from support.prompts import TOKENS, patterned_prompts
+from support.processes import EngineProcess, run_engine
+from support.prompts import TOKENS
+from support.storage import (
+    HOST,
+    PROMPTS,
+    STORAGE,
+    STORED_FILES,
+    WHOLE_PAGES,
+    ask,
+    ask_storage,
+    fill_storage,
+    watch_prefills,
+)
 
-register_cuda_ci(est_time=90, suite="gpu")
-
-PROMPTS = patterned_prompts((900, 901, 902))  # the pool holds two of them with their answers
-HOST = dict(enable_hierarchical_cache=True, hicache_ratio=4.0, max_total_tokens=2048)
+register_cuda_ci(est_time=180, suite="gpu")
 
 
 class Asked(NamedTuple):
@@ -35,44 +47,21 @@ class Asked(NamedTuple):
 
 def ask_twice(engine: Engine) -> Asked:
     """Ask for each prompt twice, one request at a time. In between, other prompts take its slots."""
-    worker = engine.scheduler.draft_worker
-    pools = [runner.token_to_kv_pool for runner in (worker.model_runner, worker.draft_model_runner)]
-    table = worker.model_runner.req_to_token_pool.req_to_token
-    forward, after_prefill = worker.forward_batch_generation, []
-
-    def watched(batch: Any, *args: Any, **options: Any) -> Any:
-        result = forward(batch, *args, **options)
-        if batch.forward_mode.is_extend():
-            torch.cuda.synchronize()
-            slots = table[batch.req_pool_indices[0], : len(batch.reqs[0].origin_input_ids)].long()
-            after_prefill.append(
-                [torch.stack([buffer[slots] for buffer in pool.k_buffer + pool.v_buffer]) for pool in pools]
-            )
-        return result
-
-    worker.forward_batch_generation = watched
-    free, requests = engine.free_slots(), []
-    for prompt in PROMPTS * 2:
-        requests += engine.generate([prompt], temperature=0, max_new_tokens=TOKENS, ignore_eos=True)
-    cached = [request.cached_tokens for request in requests[len(PROMPTS) :]]
+    after_prefill = watch_prefills(engine)
+    found, cached = ask(engine, PROMPTS * 2)
+    cached = cached[len(PROMPTS) :]
     first, second = after_prefill[: len(PROMPTS)], after_prefill[len(PROMPTS) :]
     same = [
         tuple(torch.equal(a[:, :tokens], b[:, :tokens]) for a, b in zip(before, after, strict=True))
         for before, after, tokens in zip(first, second, cached, strict=True)
     ]
-    found = Greedy(
-        [list(request.output_ids)[:TOKENS] for request in requests],
-        sum(request.spec_verify_ct for request in requests),
-        sum(request.spec_num_correct_drafts for request in requests),
-        (free, engine.free_slots()),
-    )
     return Asked(found, cached, same)
 
 
-def judge(engine: Engine, answers: list[list[int]]) -> dict[str, list[list[float]]]:
+def judge(engine: Engine, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, list[list[float]]]:
     """Gaps of the answers, and of plain decoding's own (see support.answers)."""
-    own = engine.greedy(PROMPTS * 2, TOKENS).outputs
-    return {name: engine.gaps(PROMPTS * 2, outputs) for name, outputs in (("tree", answers), ("plain", own))}
+    own = engine.greedy(prompts, TOKENS).outputs
+    return {name: engine.gaps(prompts, outputs) for name, outputs in (("tree", answers), ("plain", own))}
 
 
 class TestHierarchicalCache(CudaCase):
@@ -83,8 +72,33 @@ class TestHierarchicalCache(CudaCase):
         )
         self.assertEqual(asked.cached, [len(prompt) - 1 for prompt in PROMPTS])
         self.assertEqual(asked.same, [(True, True)] * len(PROMPTS), "(target, drafter)")
-        gaps = run_engine(self.plain, judge, asked.found.outputs)
+        gaps = run_engine(self.plain, judge, PROMPTS * 2, asked.found.outputs)
         assert_first_choices(self, "tree", asked.found, gaps, least_accepted=50)
+
+    def test_kv_comes_back_from_files(self):
+        """Two servers, of which the second has nothing but the files of the first."""
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        storage = (
+            HOST
+            | STORAGE
+            | dict(
+                hicache_storage_backend_extra_config=json.dumps({"file_storage_path": folder}),
+                hicache_storage_prefetch_policy="wait_complete",
+                speculative_num_draft_tokens=32,
+            )
+        )
+        jobs = [EngineProcess(self.tree | storage, job, folder) for job in (fill_storage, ask_storage)]
+        first, (found, cached, second) = [job.result(SECONDS) for job in jobs]
+        files = len(list(Path(folder).glob("*.bin")))
+        print(
+            f"{files} files; {cached} tokens were cached; {found.accepted} accepted in {found.steps} steps; same: "
+            f"{[[a == b for a, b in zip(x, y)] for x, y in zip(first, second)]}"
+        )
+        self.assertGreaterEqual(files, STORED_FILES)
+        self.assertEqual(cached, [WHOLE_PAGES] * len(PROMPTS))
+        self.assertEqual(second, first, "(target, drafter) of each prompt")
+        gaps = run_engine(self.plain, judge, PROMPTS, found.outputs)
+        assert_first_choices(self, "tree", found, gaps, least_accepted=25)
 
 
 if __name__ == "__main__":

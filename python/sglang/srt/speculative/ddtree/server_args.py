@@ -97,7 +97,6 @@ REFUSALS = (
     Refusal("enable_two_batch_overlap", (False,), "trees are not split with their batch"),
     Refusal("enable_pdmux", (False,), "the verify graph is captured for one stream"),
     Refusal("enable_unified_memory", (False,), "its pool moves whole pages, not single slots"),
-    Refusal("hicache_storage_backend", (None,), "it was never tried with the drafter's KV"),
     Refusal("enable_watermark", (False,), "a watermark hashes one chain of tokens, not the paths of a tree"),
     Refusal("enable_return_routed_experts", (False,), "they do not move with the accepted KV"),
     Refusal("enable_return_indexer_topk", (False,), "it does not move with the accepted KV"),
@@ -121,6 +120,7 @@ DEVICE_REFUSALS = {
         Refusal("speculative_draft_attention_backend", (CPU_DRAFT_BACKEND, None), "no other backend runs on a CPU"),
         Refusal("speculative_ddtree_verify", ("native",), "Triton does not run on a CPU"),
         Refusal("enable_hierarchical_cache", (False,), "SGLang registers the host's memory with CUDA"),
+        Refusal("hicache_storage_backend", (None,), "it stores what the hierarchical cache keeps, which needs CUDA"),
         Refusal("disaggregation_decode_retraction_backup", ("cpu_tensor", "none", None), "SGLang registers the host's memory with CUDA"),
     ),
 }  # fmt: skip
