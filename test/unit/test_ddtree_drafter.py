@@ -48,6 +48,7 @@ class TestPath(DrafterCase):
     def test_nothing_there(self):
         for path in (str(self.drafter / "nothing"), "./nothing", "nothing"):
             self.refused("which does not exist", speculative_draft_model_path=path)
+        self.refused("got '', which does not exist", speculative_draft_model_path="")
 
     def test_an_empty_folder(self):
         for path in self.drafter.iterdir():

@@ -47,7 +47,7 @@ def refuse_missing(path: str, *, flag: str, needed: str, revision: str | None, w
     elif not envs.SGLANG_USE_MODELSCOPE.get():
         found = _missing_on_hub(path, revision, REVISION_FLAGS[flag])
     if found is not None:
-        raise ArgumentRefused(f"DDTREE: {flag}: expected {needed}, got {path}, {found}.")
+        raise ArgumentRefused(f"DDTREE: {flag}: expected {needed}, got {path or repr(path)}, {found}.")
 
 
 def is_same_file(path: str, other: str) -> bool:
