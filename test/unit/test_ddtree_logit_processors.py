@@ -204,6 +204,29 @@ class TestNodes(CustomTestCase):
                 self.assertIsNone(reqs[1].to_finish)
                 torch.testing.assert_close(after[NUM_NODES:], before[NUM_NODES:] + 1)
 
+    def test_logits_that_cannot_be_sampled(self):
+        """The sampler gets no NaN, no infinity, and at least one token per node, also from a processor that fails."""
+
+        def fill_and_raise(logits, params):
+            logits.fill_(-float("inf"))
+            raise ValueError("too late")
+
+        for text, call in (
+            ("forbids every token", lambda logits, params: logits.fill_(-float("inf"))),
+            ("is NaN", lambda logits, params: logits * float("nan")),
+            ("fails afterwards", fill_and_raise),
+        ):
+            with self.subTest(text):
+                _, _, after = self.run_step(batch_of([request("a", [4])], [Broken(call)]), [4])
+                probabilities = torch.softmax(after / 0.01, -1)
+                torch.testing.assert_close(probabilities[:, 0], torch.ones(NUM_NODES))
+        with self.subTest("forces a token"):
+            force = Broken(lambda logits, params: logits.index_fill(1, torch.tensor([3]), float("inf")))
+            _, before, after = self.run_step(batch_of([request("a", [4])], [force]), [4])
+            probabilities = torch.softmax(after / 0.01, -1)
+            torch.testing.assert_close(probabilities[:, 3], torch.ones(NUM_NODES))
+            torch.testing.assert_close(after[:, :3], before[:, :3])
+
 
 if __name__ == "__main__":
     unittest.main()

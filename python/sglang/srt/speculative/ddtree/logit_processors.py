@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from sglang.srt.constrained.dead_end import allow_token_0
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.utils.common import async_d2h, async_h2d
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REQUEST = "__req__"  # upstream's key for the request in a request's custom parameters
+LARGEST_LOGIT = 1e30  # in place of infinity; finite in float32 after a division by any temperature
 READ_ONLY = (
     "a custom logit processor cannot write to its request or to its parameters: DDTREE calls it for all nodes of a "
     "tree, and only one path of them is emitted"
@@ -170,6 +172,10 @@ class NodeStates:
 class GuardedProcessor:
     """A custom logit processor for the nodes of one request. If it fails, the request ends with an error.
 
+    Its logits may be NaN or infinite, or leave a node without a token, for example on a path that it has forbidden
+    itself. Sampling from the NaN probabilities that follow could end the server (dead_end.py), so such logits are made
+    finite or forbidden, and token 0 is allowed where no token is.
+
     Args:
         processor: the processor.
         req: the request.
@@ -181,6 +187,12 @@ class GuardedProcessor:
 
     def __call__(self, logits: torch.Tensor, params: list[NodeParams | None]) -> torch.Tensor:
         """Change logits [nodes, vocabulary] in place, and return them."""
+        self._call(logits, params)
+        logits.nan_to_num_(nan=-float("inf"), posinf=LARGEST_LOGIT, neginf=-float("inf"))
+        allow_token_0(logits)
+        return logits
+
+    def _call(self, logits: torch.Tensor, params: list[NodeParams | None]) -> None:
         try:
             result = self._processor(logits, params)
             if result.shape != logits.shape:
@@ -190,10 +202,9 @@ class GuardedProcessor:
             message = f"custom logit processor {name}: {type(error).__name__}: {error}"
             logger.error("DDTREE: %s", message)
             self._req.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
-            return logits
+            return
         if result is not logits:
             logits.copy_(result)
-        return logits
 
 
 class LogitProcessors:
