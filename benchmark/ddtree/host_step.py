@@ -566,8 +566,8 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Ratios compare tokens per second round by round. `ratio_to_best` is to the fastest case without auto: that of the even
     rounds in the odd ones, and the other way round. The fastest one of the same rounds would be the luckiest one as well.
-    `all_to_best` compares the sums of these rounds, pauses of the host included. `ratio_to_CASE` is to plain decoding, to DFLASH, and to an equal turn.
-    `tpot_ms` has the median and the 99th percentile of all requests.
+    `all_to_best` compares the sums of these rounds, pauses of the host included. `ratio_to_CASE` is to plain decoding, to
+    DFLASH, and to an equal turn. `tpot_ms` has the median and the 99th percentile of all requests.
     """
     first = min(1, max(row["round"] for row in rows))
     by_batch: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}

@@ -83,7 +83,6 @@ class TestHierarchicalCache(CudaCase):
             | STORAGE
             | dict(
                 hicache_storage_backend_extra_config=json.dumps({"file_storage_path": folder}),
-                hicache_storage_prefetch_policy="wait_complete",
                 speculative_num_draft_tokens=32,
             )
         )
