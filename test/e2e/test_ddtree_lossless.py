@@ -341,9 +341,8 @@ class TestSessions(DDTreeCase):
         self.check(streaming=True, enable_streaming_session=True)
 
     def test_sessions_share_a_small_pool(self):
-        pool = dict(
-            enable_streaming_session=True, max_total_tokens=800
-        )  # in the end they hold nearly 700 tokens
+        # In the end, the sessions hold nearly 700 tokens.
+        pool = dict(enable_streaming_session=True, max_total_tokens=800)
         expected, _, _ = run_engine(self.plain | pool, share_pool)
         answers, leaked, retracted = run_engine(self.tree | pool, share_pool)
         self.assertEqual(answers, expected)

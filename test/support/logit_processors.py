@@ -80,6 +80,13 @@ def answer_with_processors(engine: Engine) -> tuple[list[list[int]], int]:
     return [list(request.output_ids)[:TOKENS] for request in requests], accepted
 
 
+class ForbidAll(CustomLogitProcessor):
+    """Forbids every token."""
+
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        return logits.fill_(-float("inf"))
+
+
 class Fails(CustomLogitProcessor):
     """Fails at once."""
 
@@ -90,7 +97,8 @@ class Fails(CustomLogitProcessor):
 def fail_beside_others(engine: Engine) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """Run a request whose processor fails in the prefill, and one whose processor fails later, in one batch with others.
 
-    Two of the others forbid different tokens by SGLang's own processor, which refuses that within one call.
+    Two of the others forbid different tokens by SGLang's own processor, which refuses that within one call. Another one
+    forbids all tokens and samples.
 
     Returns:
         The finish reasons of both, and the answers to PROMPTS.
@@ -110,6 +118,10 @@ def fail_beside_others(engine: Engine) -> tuple[list[dict[str, Any]], list[list[
             PROMPTS[1], temperature=0, max_new_tokens=2, custom_params={"token_ids": [token]},
             custom_logit_processor=DisallowedTokensLogitsProcessor.to_str(),
         )  # fmt: skip
+    engine.submit(
+        PROMPTS[2], temperature=1.0, top_p=0.9, max_new_tokens=4, custom_params={},
+        custom_logit_processor=ForbidAll.to_str(),
+    )  # fmt: skip
     others = [
         engine.submit(prompt, temperature=0, max_new_tokens=TOKENS, ignore_eos=True) for prompt in PROMPTS
     ]

@@ -92,6 +92,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
     def build_disagg_draft_input(
         self, batch: ScheduleBatch, last_tokens_tensor: torch.Tensor, future_map: FutureMap
     ) -> DFlashDraftInputV2:
+        """Prepare the first step of requests whose prefill ran on another server (disaggregation.py)."""
         return draft_input_of_arrived(batch, last_tokens_tensor, future_map)
 
     def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:

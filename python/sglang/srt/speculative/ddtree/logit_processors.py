@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REQUEST = "__req__"  # upstream's key for the request in a request's custom parameters
-LARGEST_LOGIT = 1e30  # in place of infinity; finite in float32 after a division by any temperature
+# In place of infinity. It stays finite when divided by 1e-6, below which a temperature means greedy.
+LARGEST_LOGIT = 1e30
 READ_ONLY = (
     "a custom logit processor cannot write to its request or to its parameters: DDTREE calls it for all nodes of a "
     "tree, and only one path of them is emitted"
